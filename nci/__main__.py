@@ -1,0 +1,7 @@
+"""python -m nci"""
+
+import sys
+
+from nci.cli import main
+
+sys.exit(main())

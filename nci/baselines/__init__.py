@@ -1,0 +1,69 @@
+"""Other retrievers behind the same `search` as the index, so that every comparison runs on the same documents.
+
+Each baseline is one file and a class made from documents. What they share is here: the contract, and how scores become
+hits. Knows nothing of models or files.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from nci.errors import ConfigError, DataError
+from nci.records import Document, Hit
+
+
+class Searcher(Protocol):
+    """Whatever answers queries: the index itself, or a baseline."""
+
+    @overload
+    def search(self, queries: str, k: int = 10) -> list[Hit]: ...
+    @overload
+    def search(self, queries: list[str], k: int = 10) -> list[list[Hit]]: ...
+
+
+class Shelf:
+    """The documents of a baseline, in the order of its score rows."""
+
+    def __init__(self, documents: Sequence[Document], *, source: str) -> None:
+        self.documents = list(documents)
+        self.source = source
+        doc_ids = [document.doc_id for document in self.documents]
+        if len(set(doc_ids)) < len(doc_ids):
+            twice = Counter(doc_ids).most_common(1)[0][0]
+            raise DataError(f"doc_id {twice!r} occurs more than once; every document needs its own")
+        # (documents,) position of each row in the order of doc_ids: the tie-break
+        self._position = np.empty(len(doc_ids), np.int64)
+        self._position[sorted(range(len(doc_ids)), key=doc_ids.__getitem__)] = np.arange(len(doc_ids))
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def hits(self, rows: npt.NDArray[Any], scores: npt.NDArray[np.float32], k: int) -> list[Hit]:
+        """The best k of some rows with their scores, ties in the order of doc_ids.
+
+        Args:
+            rows: Numbers of documents, in any order.
+            scores: Their scores.
+            k: How many hits; fewer come back where there are fewer rows.
+        """
+        if k < len(rows):
+            threshold = np.partition(scores, len(scores) - k)[len(scores) - k]
+            candidates = scores >= threshold  # everything tied with the last place is still in
+            rows, scores = rows[candidates], scores[candidates]
+        order = np.lexsort((self._position[rows], -scores))[:k]
+        found = [(float(scores[i]), self.documents[rows[i]]) for i in order]
+        return [
+            Hit(rank, document.doc_id, score, document.title, document.text, source=self.source)
+            for rank, (score, document) in enumerate(found, 1)
+        ]
+
+
+def check_k(k: int) -> None:
+    """Refuses a number of results nobody can mean."""
+    if k < 1:
+        raise ConfigError(f"-k is the number of results and at least 1, not {k}")

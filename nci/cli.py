@@ -1,0 +1,440 @@
+"""The command line: one parser per command, heavy imports inside the functions, errors as one line.
+
+Exit codes: 0 all is well, 1 something is wrong with the data, the index or the settings, 2 the command was typed wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nci import __version__
+from nci.config import (
+    Config,
+    CorpusConfig,
+    EmbedConfig,
+    ModelConfig,
+    PairsConfig,
+    SearchConfig,
+    TrainConfig,
+    TreeConfig,
+    presets,
+)
+from nci.errors import ConfigError, NciError
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
+
+    from nci.index import Hits, Index
+
+SECTIONS: dict[str, type] = {
+    "corpus": CorpusConfig,
+    "embed": EmbedConfig,
+    "tree": TreeConfig,
+    "pairs": PairsConfig,
+    "model": ModelConfig,
+    "train": TrainConfig,
+    "search": SearchConfig,
+}
+log = logging.getLogger("nci")
+
+
+# ---- parsers
+
+
+def _parser(description: str) -> ArgumentParser:
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(description=description, default_env=False)
+    parser.add_argument("--quiet", action="store_true", help="No progress and no log lines.")
+    return parser
+
+
+def _index_parser(argv: Sequence[str]) -> ArgumentParser:
+    parser = _parser(
+        "Index a corpus: embed, cluster into a tree, train, publish. A killed run is resumed by the same command."
+    )
+    parser.add_argument(
+        "corpus_source",
+        metavar="CORPUS",
+        help="BEIR folder, .jsonl(.gz), .csv, .tsv, .txt, a folder of .txt/.md, irds:ID.",
+    )
+    parser.add_argument("-o", "--out", metavar="DIR", required=True, help="Folder of the index.")
+    parser.add_argument(
+        "--preset",
+        metavar="NAME",
+        default=None,
+        help=f"Settings to start from: {', '.join(presets())}; fast without a GPU, default with one.",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", default=None, help="A YAML file of settings, of the form of the presets."
+    )
+    parser.add_argument("--print_config", action="store_true", help="Print the settings that would be used, and stop.")
+    parser.add_argument("--engine", default="local", help="Where shards are worked on.")
+    parser.add_argument("--device", default=None, help="cpu or cuda; a GPU is used where there is one.")
+    parser.add_argument("--on-error", default=None, help="What to do with a bad line: fail (default) or skip.")
+    parser.add_argument("--id-field", default=None, help="Column of the ids.")
+    parser.add_argument("--title-field", default=None, help="Column of the titles.")
+    parser.add_argument("--text-fields", default=None, help="Columns joined to the text, separated by commas.")
+    for name, section in SECTIONS.items():
+        parser.add_class_arguments(section, name)
+    start = _start_settings(argv).to_dict()
+    parser.set_defaults({f"{name}.{key}": value for name, values in start.items() for key, value in values.items()})
+    return parser
+
+
+def _start_settings(argv: Sequence[str]) -> Config:
+    """The preset or file named in the arguments: its values become the defaults that --section.field changes."""
+    chosen: dict[str, str] = {}
+    for place, word in enumerate(argv):
+        for flag in ("--preset", "--config"):
+            if word == flag and place + 1 < len(argv):
+                chosen[flag] = argv[place + 1]
+            elif word.startswith(f"{flag}="):
+                chosen[flag] = word.split("=", 1)[1]
+    if len(chosen) == 2:
+        raise ConfigError("--preset and --config exclude each other: a settings file says everything itself")
+    if "--config" in chosen and not chosen["--config"].endswith((".yaml", ".yml")):
+        raise ConfigError(
+            f"--config {chosen['--config']}: expected a .yaml file; shipped settings are chosen with --preset"
+        )
+    return Config.preset(next(iter(chosen.values()), None) or default_preset(argv))
+
+
+def default_preset(argv: Sequence[str] = ()) -> str:
+    """`default` where there is a GPU, `fast` where there is none; does not import torch to find out."""
+    on_cpu = any(word == "cpu" or word == "--device=cpu" for word in argv)
+    return "default" if Path("/proc/driver/nvidia/version").exists() and not on_cpu else "fast"
+
+
+def _search_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--beam", type=int | None, default=None, help="Prefixes kept per level; the index's own setting by default."
+    )
+    parser.add_argument(
+        "--length-penalty", type=float | None, default=None, help="Scores are log p / (digits + 1) ** this."
+    )
+    parser.add_argument("--unconstrained", action="store_true", help="Do not use the tree (the paper's ablation).")
+    parser.add_argument(
+        "--merge", default="rrf", help="How several indexes are merged: rrf, or paper (sum of 1 / (rank / 5 + 1))."
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda.")
+    parser.add_argument("--paranoid", action="store_true", help="Check every byte of the index before use.")
+    parser.add_argument("--json", metavar="FILE", default=None, help="Write one JSON object; - is standard output.")
+
+
+def _search_parser(argv: Sequence[str]) -> ArgumentParser:
+    parser = _parser("Search one index, or several as an ensemble.")
+    parser.add_argument(
+        "words", metavar="INDEX... QUERY", nargs="+", help="One or more index folders (or Hub names), then the query."
+    )
+    parser.add_argument("-k", type=int, default=10, help="Hits to return.")
+    parser.add_argument(
+        "--queries", metavar="FILE", default=None, help="Many queries: queries.jsonl, .tsv or .txt; then no QUERY."
+    )
+    parser.add_argument("--run", metavar="FILE", default=None, help="Write a TREC run (with --queries).")
+    parser.add_argument("--explain", action="store_true", help="Show how the probability of each hit came about.")
+    _search_options(parser)
+    return parser
+
+
+def _evaluate_parser(argv: Sequence[str]) -> ArgumentParser:
+    parser = _parser("Search the queries of a data set and print metrics.")
+    parser.add_argument(
+        "words", metavar="INDEX... DATA", nargs="+", help="One or more index folders, then a BEIR folder."
+    )
+    parser.add_argument("--split", default="test", help="Which qrels file: qrels/SPLIT.tsv.")
+    parser.add_argument("--metrics", default="R@1,R@10,R@100,RR@100", help="ir-measures names, separated by commas.")
+    parser.add_argument("-k", type=int, default=100, help="Depth of the rankings.")
+    parser.add_argument("--run", metavar="FILE", default=None, help="Write the rankings as a TREC run.")
+    parser.add_argument(
+        "--system", default="trained", help="trained, untrained, or zeroed (trained, generative part left out)."
+    )
+    _search_options(parser)
+    return parser
+
+
+def _verify_parser(argv: Sequence[str]) -> ArgumentParser:
+    parser = _parser(
+        "Check an index: level 1 every byte against its checksum, level 2 also that the parts fit together."
+    )
+    parser.add_argument("index", metavar="INDEX")
+    parser.add_argument("--level", type=int, default=2, help="1 or 2.")
+    parser.add_argument("--json", metavar="FILE", default=None, help="Write one JSON object; - is standard output.")
+    return parser
+
+
+def _demo_parser(argv: Sequence[str]) -> ArgumentParser:
+    parser = _parser(
+        "Index the documentation of the Python standard library on this machine, compare with BM25 and dense search."
+    )
+    parser.add_argument("-o", "--out", metavar="DIR", default="demo", help="Folder for data and index.")
+    parser.add_argument("--preset", default="fast", help=f"Settings: {', '.join(presets())}.")
+    parser.add_argument("--limit", type=int | None, default=None, help="Only so many entries, for a quick look.")
+    parser.add_argument("--device", default=None, help="cpu or cuda; a GPU is used where there is one.")
+    parser.add_argument("--json", metavar="FILE", default=None, help="Write one JSON object; - is standard output.")
+    return parser
+
+
+# ---- commands
+
+
+def index(args: Namespace) -> int:
+    sections = {name: getattr(args, name) for name in SECTIONS}
+    values = {name: {key: getattr(section, key) for key in vars(section)} for name, section in sections.items()}
+    flags = {"on_error": args.on_error, "id_field": args.id_field, "title_field": args.title_field}
+    values["corpus"] |= {name: value for name, value in flags.items() if value is not None}
+    if args.text_fields is not None:
+        values["corpus"]["text_fields"] = [name.strip() for name in args.text_fields.split(",")]
+    config = Config.from_dict(values)
+    if args.print_config:
+        import yaml
+
+        print(yaml.safe_dump(config.to_dict(), sort_keys=False), end="")
+        return 0
+    from nci.pipeline import build
+
+    started = time.monotonic()
+    build(args.corpus_source, args.out, config, engine=args.engine, device=args.device)
+    if int(os.environ.get("RANK", "0")) == 0:
+        log.info(
+            '%-10s %s in %.1f s; search it with: nci search %s "..."',
+            "ready",
+            args.out,
+            time.monotonic() - started,
+            args.out,
+        )
+    return 0
+
+
+def search(args: Namespace) -> int:
+    from nci.corpus import read_queries
+    from nci.evaluate import write_run
+
+    if args.queries is None and len(args.words) < 2:
+        raise _Typed('give an index and a query: nci search INDEX "what you look for"')
+    indexes = _open(args.words if args.queries else args.words[:-1], args)
+    if args.queries is not None:
+        queries = read_queries(args.queries)
+        found = _search_all(indexes, [query.text for query in queries], args)
+        if args.run:
+            run = {
+                query.query_id: {hit.doc_id: hit.score for hit in hits}
+                for query, hits in zip(queries, found, strict=True)
+            }
+            write_run(args.run, run)
+        results = [{"query_id": q.query_id, **_as_json(hits)} for q, hits in zip(queries, found, strict=True)]
+        _write_json(args.json, {"queries": results})
+        if not args.run and not args.json:
+            for query, hits in zip(queries, found, strict=True):
+                print(f"\n{_plain(query.text)}")
+                _print_hits(hits)
+        return 0
+    query = args.words[-1]
+    if Path(query).is_dir() and (Path(query) / "CURRENT").exists():
+        raise _Typed('the query comes last: nci search INDEX "what you look for"')
+    hits = _search_all(indexes, [query], args)[0]
+    _write_json(args.json, _as_json(hits))
+    if args.json != "-":
+        _print_hits(hits)
+        if args.explain:
+            for number, opened in enumerate(indexes):
+                print(f"\nhow index {number + 1} came to it:" if len(indexes) > 1 else "\nhow it came about:")
+                print(opened.explain(query, [hit.doc_id for hit in hits]))
+        log.info("%d hits, %d of %d documents scored", len(hits), hits.documents_scored, len(indexes[0]))
+    return 0
+
+
+def evaluate(args: Namespace) -> int:
+    from nci.corpus import open_dataset
+    from nci.evaluate import evaluate as score
+    from nci.evaluate import table, write_run
+
+    if len(args.words) < 2:
+        raise _Typed("give an index and a data set: nci evaluate INDEX DATA --split test")
+    dataset = open_dataset(args.words[-1])
+    if dataset is None:
+        raise ConfigError(
+            f"{args.words[-1]} is no BEIR folder: expected corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv in it"
+        )
+    queries, qrels = dataset.split(args.split)
+    indexes = [opened.system(args.system) for opened in _open(args.words[:-1], args)]
+    started = time.monotonic()
+    found = _search_all(indexes, [query.text for query in queries], args)
+    seconds = time.monotonic() - started
+    run = {query.query_id: {hit.doc_id: hit.score for hit in hits} for query, hits in zip(queries, found, strict=True)}
+    names = [name.strip() for name in args.metrics.split(",")]
+    metrics = score(run, qrels, names)
+    if args.run:
+        write_run(args.run, run)
+    scored = sum(hits.documents_scored for hits in found) / max(1, len(found))
+    result = {"metrics": metrics, "queries": len(queries), "seconds": round(seconds, 3), "documents_scored": scored}
+    _write_json(args.json, result)
+    if args.json != "-":
+        print(table({"nci" if args.system == "trained" else f"nci {args.system}": metrics}, names))
+        effort = f"{scored:.0f} of {len(indexes[0])} documents scored per query"
+        print(f"{len(queries)} queries of {args.split} in {seconds:.1f} s, {effort}")
+    return 0
+
+
+def verify(args: Namespace) -> int:
+    if args.level not in (1, 2):
+        raise ConfigError(f"--level is 1 or 2, not {args.level}")
+    from nci import store
+
+    generation = store.resolve(Path(args.index))
+    store.read_manifest(generation)
+    problems = store.verify_checksums(generation)
+    if not problems and args.level == 2:
+        from nci.index import Index
+
+        problems = Index(args.index).verify(level=2)
+    _write_json(
+        args.json, {"index": str(args.index), "generation": generation.name, "level": args.level, "problems": problems}
+    )
+    if args.json != "-":
+        print("\n".join(problems) if problems else f"{args.index}: {generation.name} is whole (level {args.level})")
+    return 1 if problems else 0
+
+
+def demo(args: Namespace) -> int:
+    from nci.demo import run_demo
+
+    result = run_demo(Path(args.out), preset=args.preset, device=args.device, limit=args.limit, show=args.json != "-")
+    _write_json(args.json, result)
+    return 0
+
+
+COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], Any], Callable[[Any], int]]] = {
+    "demo": ("index the documentation of Python's standard library, evaluate, search", _demo_parser, demo),
+    "index": ("make an index of a corpus", _index_parser, index),
+    "search": ("search an index, or several as an ensemble", _search_parser, search),
+    "evaluate": ("metrics on the queries of a data set", _evaluate_parser, evaluate),
+    "verify": ("check that an index is whole", _verify_parser, verify),
+}
+
+HELP = f"""usage: nci COMMAND ...
+
+nci {__version__}: a neural corpus indexer. One model is the search index.
+
+commands:
+{chr(10).join(f"  {name:<10}{text}" for name, (text, _, _) in COMMANDS.items())}
+
+begin with:
+  nci demo                                     everything at once, offline, in minutes
+  nci index docs.jsonl -o my.index             one JSON object a line: {{"id": ..., "title": ..., "text": ...}}
+  nci search my.index "what I look for"
+
+`nci COMMAND --help` explains a command. In Python: import nci; nci.build(...), nci.load(...).search(...)"""
+
+
+class _Typed(Exception):
+    """The command was typed wrong."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `nci` and `python -m nci`."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(HELP)
+        return 0 if argv else 2
+    if argv[0] in ("--version", "version"):
+        print(__version__)
+        return 0
+    if argv[0] not in COMMANDS:
+        print(f"nci: no command {argv[0]!r}; there are: {', '.join(COMMANDS)} (nci --help)", file=sys.stderr)
+        return 2
+    _, make_parser, command = COMMANDS[argv[0]]
+    try:
+        parser = make_parser(argv[1:])
+        parser.prog = f"nci {argv[0]}"
+        args = parser.parse_args(argv[1:])
+        _set_up(quiet=args.quiet)
+        return command(args)
+    except _Typed as error:
+        print(f"nci {argv[0]}: {error}", file=sys.stderr)
+        return 2
+    except NciError as error:
+        print(f"nci {argv[0]}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of a pipe went away: nothing to say
+        return 0
+    except KeyboardInterrupt:
+        print(f"\nnci {argv[0]}: stopped; the same command goes on where this one was", file=sys.stderr)
+        return 130
+
+
+def _set_up(*, quiet: bool) -> None:
+    """Log lines for people on standard error; the libraries beneath say only what is wrong."""
+    if quiet:
+        os.environ["TQDM_DISABLE"] = "1"
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.handlers = [handler]
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
+    log.propagate = False
+
+
+def _open(names: Iterable[str], args: Namespace) -> list[Index]:
+    from nci.index import load
+
+    for name in names:
+        if name.startswith(("http://", "https://")):
+            raise ConfigError(f"{name}: searching a server is not part of this version; give an index folder")
+    return [load(name, device=args.device, paranoid=args.paranoid) for name in names]
+
+
+def _search_all(indexes: Sequence[Index], texts: list[str], args: Namespace) -> list[Hits]:
+    from nci.index import search_many
+
+    mode = "unconstrained" if args.unconstrained else "beam"
+    return search_many(
+        indexes, texts, args.k, method=args.merge, beam=args.beam, length_penalty=args.length_penalty, mode=mode
+    )
+
+
+def _as_json(hits: Hits) -> dict[str, Any]:
+    names = ("rank", "doc_id", "score", "title", "semantic_id", "source")
+    rows = [{name: getattr(hit, name) for name in names} for hit in hits]
+    return {"hits": rows, "documents_scored": hits.documents_scored}
+
+
+def _write_json(target: str | None, value: dict[str, Any]) -> None:
+    if target is None:
+        return
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2) + "\n"
+    if target == "-":
+        print(text, end="")
+        return
+    path = Path(target)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--json {target}: cannot be written: {error.strerror}") from error
+
+
+def _plain(text: str) -> str:
+    """One line that cannot steer a terminal."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def _print_hits(hits: Hits) -> None:
+    from nci.index import snippet
+
+    for hit in hits:
+        print(
+            f"{hit.rank:>3}  {hit.score:8.3f}  {_plain(hit.title or hit.doc_id)}"
+            + (f"  [{_plain(hit.doc_id)}]" if hit.title else "")
+        )
+        print(f"               {_plain(snippet(hit.text))}")

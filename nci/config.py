@@ -1,0 +1,365 @@
+"""Settings of every stage as frozen dataclasses: one per stage, checked when made, imports no torch.
+
+A function takes the piece it needs (`TreeConfig`), never the whole. Presets are YAML files in `nci/configs/`.
+The paper's values are in `configs/paper-*.yaml`; the defaults here are the ones that work best on a small machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from nci.errors import ConfigError
+
+PRESETS = Path(__file__).parent / "configs"
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    """How files become documents.
+
+    Args:
+        id_field: Name of the id column; found by itself when it is _id, id, doc_id or docno.
+        title_field: Name of the title column; "title" when there is one.
+        text_fields: Columns joined to the text; found by itself when it is text, contents, content or body.
+        on_error: What to do with a bad line: stop at the first one, or skip and list it in a rejects file.
+        max_line_bytes: A longer line is refused before it is parsed.
+        max_text_chars: Longer texts are cut, and the cut is counted.
+    """
+
+    id_field: str | None = None
+    title_field: str | None = None
+    text_fields: tuple[str, ...] | None = None
+    on_error: Literal["fail", "skip"] = "fail"
+    max_line_bytes: int = 16 * 2**20
+    max_text_chars: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        _check(self.on_error in ("fail", "skip"), f"--on-error is fail or skip, not {self.on_error!r}")
+        _check(self.max_line_bytes > 0, "--corpus.max_line_bytes must be positive")
+        _check(self.max_text_chars > 0, "--corpus.max_text_chars must be positive")
+
+
+@dataclass(frozen=True)
+class EmbedConfig:
+    """How documents become vectors.
+
+    Args:
+        encoder: "minilm" (all-MiniLM-L6-v2 from the installed package), a folder, or a name on the Hugging Face Hub.
+        pooling: mean, cls or max over the tokens; auto reads what the encoder's folder says, else mean.
+        normalise: Scale vectors to length 1.
+        max_length: Word pieces of a document that are read.
+        batch_size: Documents per forward pass.
+        shard_size: Documents per resumable shard.
+    """
+
+    encoder: str = "minilm"
+    pooling: Literal["auto", "mean", "cls", "max"] = "auto"
+    normalise: bool = True
+    max_length: int = 256
+    batch_size: int = 32
+    shard_size: int = 4096
+
+    def __post_init__(self) -> None:
+        _check(self.max_length > 0, "--embed.max_length must be positive")
+        _check(self.batch_size > 0, "--embed.batch_size must be positive")
+        _check(self.shard_size > 0, "--embed.shard_size must be positive")
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """Hierarchical k-means (Algorithm 1 of the paper).
+
+    Args:
+        k: Clusters per split.
+        c: A cluster of at most c documents is a leaf cluster.
+        ids: semantic; random permutes the documents over the same tree shape; atomic gives each document one digit.
+        source: Cluster the documents' vectors, or the mean vectors of their training queries where they have some.
+        backend: auto takes torch on a GPU, else faiss where it is installed, else scikit-learn.
+        iterations: Lloyd iterations per split.
+        points_per_centroid: A split is trained on at most k times this many points.
+        max_depth: A deeper branch is split by order instead of by distance, so that the tree always ends.
+        seed: Same seed, same tree.
+    """
+
+    k: int = 30
+    c: int = 30
+    ids: Literal["semantic", "random", "atomic"] = "semantic"
+    source: Literal["documents", "queries"] = "documents"
+    backend: Literal["auto", "faiss", "sklearn", "torch"] = "auto"
+    iterations: int = 20
+    points_per_centroid: int = 256
+    max_depth: int = 12
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.k >= 2, f"--tree.k is at least 2, not {self.k}")
+        _check(self.c >= 1, f"--tree.c is at least 1, not {self.c}")
+        _check(self.iterations >= 1, "--tree.iterations is at least 1")
+        _check(self.points_per_centroid >= 1, "--tree.points_per_centroid is at least 1")
+        _check(self.max_depth >= 2, "--tree.max_depth is at least 2")
+
+
+@dataclass(frozen=True)
+class PairsConfig:
+    """Which (query, document) pairs the model is trained on.
+
+    Args:
+        real: Share of the real training queries taken per epoch; 2 means each of them twice.
+        spans: Random groups of consecutive terms per document used as queries (the paper: 10).
+        terms: Terms in a group (the paper: 64).
+        span_share: Share of the document pieces (first terms and groups) taken per epoch; 0 leaves them out.
+        generated: Share of the generated queries taken per epoch, where there are some.
+        sampling: pair takes every pair equally often; document gives every document the same number of pairs.
+        max_length: Word pieces of a query that are read.
+        seed: Same seed, same batches.
+    """
+
+    real: float = 1.0
+    spans: int = 10
+    terms: int = 64
+    span_share: float = 1.0
+    generated: float = 1.0
+    sampling: Literal["pair", "document"] = "pair"
+    max_length: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("real", "span_share", "generated"):
+            _check(getattr(self, name) >= 0, f"--pairs.{name} is a share of at least 0, not {getattr(self, name)}")
+        _check(self.real + self.span_share + self.generated > 0, "--pairs.real, span_share and generated are all 0")
+        _check(self.spans >= 0, "--pairs.spans is at least 0")
+        _check(self.terms >= 1, "--pairs.terms is at least 1")
+        _check(self.max_length >= 3, "--pairs.max_length is at least 3")
+        _check(self.sampling in ("pair", "document"), f"--pairs.sampling is pair or document, not {self.sampling!r}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The encoder, the decoder and the head.
+
+    Args:
+        encoder: Encoder of the queries, by name or folder; none means the one that embeds the documents.
+        encoder_layers: Keep only the first layers of the encoder; none means all.
+        d_model: Width of the decoder; none means the encoder's, another width is projected.
+        decoder_layers: Layers of the decoder (M2).
+        adapter_layers: Layers of the prefix-aware weight adapter (M3); 0 means none.
+        heads: Attention heads; none means one per 64 columns.
+        d_ff: Width of the feed-forward layers; none means four times d_model.
+        dropout: In decoder, adapter and, where it is trained, the encoder.
+        head: tied; additive (w = e + M a, the authors' code); product (w = A(a) e, the paper's equation).
+        head_rank: Rank of M or A; 0 means full matrices.
+        adapter_start: First input of the adapter: a learned vector, or the query (which cannot be folded).
+        normalise: Softmax over a node's real children, over a position's values, or over the whole vocabulary.
+        anchor: Content score on the edges: none, mean or exact.
+        score: Content score behind the exact anchor: dense, or dense plus a normalised lexical score.
+        kappa: Start value of the weight of the dense similarity; trained.
+        lexical: Start value of the weight of the lexical score; trained.
+        query_vector: Vector behind the anchor: of the trained encoder, of the stored one, or what dev prefers.
+        content: Let the mean vector of the documents below a child speak in its logit.
+        edge_bias: Give every edge a bias of its own.
+    """
+
+    encoder: str | None = None
+    encoder_layers: int | None = None
+    d_model: int | None = None
+    decoder_layers: int = 2
+    adapter_layers: int = 1
+    heads: int | None = None
+    d_ff: int | None = None
+    dropout: float = 0.1
+    head: Literal["tied", "additive", "product"] = "additive"
+    head_rank: int = 16
+    adapter_start: Literal["learned", "query"] = "learned"
+    normalise: Literal["children", "position", "vocabulary"] = "children"
+    anchor: Literal["none", "mean", "exact"] = "exact"
+    score: Literal["dense", "dense+bm25"] = "dense+bm25"
+    kappa: float = 20.0
+    lexical: float = 10.0
+    query_vector: Literal["trained", "stored", "auto"] = "trained"
+    content: bool = True
+    edge_bias: bool = True
+
+    def __post_init__(self) -> None:
+        _check(self.decoder_layers >= 1, "--model.decoder_layers is at least 1")
+        _check(0 <= self.adapter_layers <= 8, f"--model.adapter_layers is 0 to 8, not {self.adapter_layers}")
+        _check(
+            (self.head == "tied") == (self.adapter_layers == 0),
+            f"--model.head {self.head} with --model.adapter_layers {self.adapter_layers}: a tied head has 0 adapter layers, "
+            "additive and product need at least 1",
+        )
+        _check(0 <= self.dropout < 1, f"--model.dropout is at least 0 and below 1, not {self.dropout}")
+        _check(self.head_rank >= 0, "--model.head_rank is at least 0 (0 means full matrices)")
+        for name in ("content", "edge_bias"):
+            _check(
+                self.normalise == "children" or not getattr(self, name),
+                f"--model.{name} needs --model.normalise children: other normalisers have columns that are no edges",
+            )
+        _check(
+            self.normalise == "children" or self.anchor == "none",
+            f"--model.anchor {self.anchor} needs --model.normalise children; use --model.anchor none with {self.normalise}",
+        )
+        _check(self.kappa > 0 and self.lexical > 0, "--model.kappa and --model.lexical are positive")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How the model is trained.
+
+    Args:
+        epochs: Passes over the pairs; 0 leaves the index untrained.
+        batch_size: Queries per batch and process.
+        accumulation: Batches per step of the optimiser.
+        encoder_lr: Learning rate of the encoder.
+        decoder_lr: Learning rate of decoder, adapter, head and anchor.
+        freeze_encoder: Train the decoder on stored outputs of the encoder: fast, and the content score cannot drift.
+        schedule: Decay of the learning rates after the warm-up.
+        warmup: Share of the steps in which the rates rise.
+        weight_decay: Of all matrices; vectors and scalars have none.
+        max_grad_norm: Gradients are scaled down to this norm.
+        alpha: Weight of the consistency loss; 0 saves the second pass.
+        tau: Temperature of the consistency loss.
+        precision: bf16 on a GPU and fp32 on a CPU when auto.
+        evaluations: How often `dev` is searched during training.
+        dev_queries: Queries of `dev` used for that; the final choice too.
+        metric: The metric on `dev` by which the best state is chosen.
+        checkpoint_minutes: A killed run loses at most about this much.
+        tensorboard: Also write TensorBoard files.
+        seed: Same seed, same weights (on a CPU).
+    """
+
+    epochs: float = 10
+    batch_size: int = 64
+    accumulation: int = 1
+    encoder_lr: float = 2e-5
+    decoder_lr: float = 5e-4
+    freeze_encoder: bool = False
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    warmup: float = 0.05
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    alpha: float = 0.15
+    tau: float = 1.0
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    evaluations: int = 5
+    dev_queries: int = 500
+    metric: str = "R@1"
+    checkpoint_minutes: float = 2.0
+    tensorboard: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.epochs >= 0, f"--train.epochs is at least 0, not {self.epochs}")
+        _check(self.batch_size >= 1, "--train.batch_size is at least 1")
+        _check(self.accumulation >= 1, "--train.accumulation is at least 1")
+        _check(self.encoder_lr >= 0 and self.decoder_lr >= 0, "--train.encoder_lr and decoder_lr are at least 0")
+        _check(
+            0 <= self.warmup < 1, f"--train.warmup is a share of the steps, at least 0 and below 1, not {self.warmup}"
+        )
+        _check(self.alpha >= 0, f"--train.alpha is at least 0, not {self.alpha}")
+        _check(self.tau > 0, f"--train.tau is positive, not {self.tau}")
+        _check(self.evaluations >= 0, "--train.evaluations is at least 0")
+        _check(self.dev_queries >= 1, "--train.dev_queries is at least 1")
+        _check(self.checkpoint_minutes >= 0, "--train.checkpoint_minutes is at least 0")
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """Defaults of search, stored with the index; every call may choose otherwise.
+
+    Args:
+        beam: Prefixes kept per level.
+        length_penalty: Scores are log p / (digits + 1) ** length_penalty.
+        batch_size: Queries per pass.
+    """
+
+    beam: int = 100
+    length_penalty: float = 0.0
+    batch_size: int = 32
+
+    def __post_init__(self) -> None:
+        _check(self.beam >= 1, f"--search.beam is at least 1, not {self.beam}")
+        _check(self.batch_size >= 1, "--search.batch_size is at least 1")
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of an index."""
+
+    corpus: CorpusConfig = field(default_factory=CorpusConfig)
+    embed: EmbedConfig = field(default_factory=EmbedConfig)
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    pairs: PairsConfig = field(default_factory=PairsConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
+
+    def __post_init__(self) -> None:
+        _check(
+            self.tree.ids != "atomic" or self.model.head == "tied",
+            "--tree.ids atomic has one digit per document and needs --model.head tied --model.adapter_layers 0",
+        )
+        same = self.model.encoder is None or self.model.encoder == self.embed.encoder
+        _check(
+            same or self.model.anchor == "none" or self.model.query_vector == "stored",
+            f"--model.encoder {self.model.encoder} differs from --embed.encoder {self.embed.encoder}, so its query vectors do "
+            "not match the document vectors: use --model.query_vector stored or --model.anchor none",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as written into the manifest."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Config:
+        """The settings of `to_dict`, or of a preset that names only what it changes; unknown names are errors."""
+        sections: dict[str, Any] = {}
+        kinds = {f.name: f.default_factory for f in dataclasses.fields(cls)}
+        for name, section in values.items():
+            kind = kinds.get(name)
+            _check(kind is not None, f"unknown section {name!r} in the settings; there are: {', '.join(kinds)}")
+            known = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+            unknown = set(section or {}) - known
+            _check(
+                not unknown, f"unknown setting {name}.{min(unknown, default='')}; there are: {', '.join(sorted(known))}"
+            )
+            fixed = {key: tuple(v) if isinstance(v, list) else v for key, v in (section or {}).items()}
+            sections[name] = kind(**fixed)  # type: ignore[operator, misc]
+        return cls(**sections)
+
+    @classmethod
+    def preset(cls, name: str) -> Config:
+        """One of the shipped presets, or a YAML file of the same form.
+
+        >>> Config.preset("paper-base").model.decoder_layers
+        6
+        """
+        import yaml
+
+        path = Path(name) if name.endswith((".yaml", ".yml")) else PRESETS / f"{name}.yaml"
+        if not path.is_file():
+            raise ConfigError(f"no preset {name!r}; there are: {', '.join(presets())}, or give a .yaml file")
+        try:
+            return cls.from_dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+        except (yaml.YAMLError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}: not a settings file: {error}") from error
+
+
+def presets() -> list[str]:
+    """Names of the shipped presets."""
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def content_key(*parts: object) -> str:
+    """A short hash of settings and inputs: what a stage's output depends on."""
+    plain = [dataclasses.asdict(p) if dataclasses.is_dataclass(p) and not isinstance(p, type) else p for p in parts]
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,351 @@
+"""The index as users hold it: build, load, search, verify. Thin: every part of the work lives in its own module."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, cast, overload
+
+import numpy as np
+
+from nci import store
+from nci.config import Config
+from nci.encoders import TextEncoder, quiet
+from nci.errors import ConfigError, IndexCorruptError, NciError
+from nci.fuse import merge_hits
+from nci.lexical import LexicalScores
+from nci.model import NCIModel
+from nci.pack import DocumentFile
+from nci.pipeline import Corpus, TrainingQueries
+from nci.pipeline import build as build_index
+from nci.records import Hit, Query, Run
+from nci.search import EdgeTable, Engine
+from nci.search.engine import Mode
+from nci.trie import Trie
+
+
+class Hits(list[Hit]):
+    """The hits of one query, best first; `documents_scored` says how many documents were looked at to find them."""
+
+    documents_scored: int = 0
+
+
+class Index:
+    """A searchable index. Make one with `nci.build`, open one with `nci.load`."""
+
+    def __init__(self, folder: str | Path, *, device: str = "cpu", paranoid: bool = False) -> None:
+        """Open the live generation of an index folder, or a bare generation; `paranoid` checks every byte first."""
+        self.folder = Path(folder)
+        self.generation = store.resolve(self.folder)
+        self.manifest = store.read_manifest(self.generation)
+        store.check(self.generation, self.manifest, paranoid=paranoid)
+        self.config = Config.from_dict(self.manifest["config"])
+        self.documents = DocumentFile(self.generation)
+        self.doc_ids = self.documents.doc_ids()
+        self._offsets = self.documents.offsets()
+        try:
+            self.trie = Trie.load(self.generation / "trie.safetensors")
+            self.engine = self._engine(device)
+        except (NciError, MemoryError):
+            raise
+        except Exception as error:
+            raise IndexCorruptError(
+                f"{self.generation} could not be opened: {error}; run: nci verify {self.folder}"
+            ) from error
+        if len(self.doc_ids) != self.trie.documents:
+            raise IndexCorruptError(
+                f"{self.generation} holds {len(self.doc_ids)} ids for {self.trie.documents} leaves; build the index again"
+            )
+
+    def _engine(self, device: str) -> Engine:
+        from transformers import AutoTokenizer
+
+        folder = self.generation
+        with quiet():
+            model = NCIModel.from_pretrained(folder, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        needs_vectors = model.config.anchor != "none" or model.config.content
+        vectors = np.load(folder / "vectors.npy", mmap_mode="r", allow_pickle=False) if needs_vectors else None
+        # Content vectors and biases are inside the edge table; only unfolded search needs them again.
+        model.bind(self.trie, np.asarray(vectors, dtype=np.float32) if vectors is not None else None)
+        model.to(device).eval()
+        edges = None
+        if model.config.foldable:
+            table = EdgeTable.load(folder / "edges.safetensors", nodes=self.trie.nodes, d_model=model.config.d_model)
+            edges = EdgeTable(table.vectors.to(device), table.bias.to(device))
+        lexical = LexicalScores.load(folder / "lexical") if (folder / "lexical").exists() else None
+        stored = model.config.anchor != "none" and model.config.query_vector == "stored"
+        return Engine(
+            model,
+            tokenizer,
+            edges=edges,
+            lexical=lexical,
+            embedder=TextEncoder.load(folder / "embedder", device=device) if stored else None,
+            prompt=str(self.manifest.get("prompt", "")),
+            max_length=self.config.pairs.max_length,
+        )
+
+    def __len__(self) -> int:
+        return len(self.doc_ids)
+
+    @overload
+    def search(  # type: ignore[overload-overlap]  # a str is a sequence of str, too
+        self,
+        queries: str,
+        k: int = 10,
+        *,
+        beam: int | None = None,
+        length_penalty: float | None = None,
+        mode: Mode = "beam",
+    ) -> Hits: ...
+    @overload
+    def search(
+        self,
+        queries: Sequence[str],
+        k: int = 10,
+        *,
+        beam: int | None = None,
+        length_penalty: float | None = None,
+        mode: Mode = "beam",
+    ) -> list[Hits]: ...
+    def search(
+        self,
+        queries: str | Sequence[str],
+        k: int = 10,
+        *,
+        beam: int | None = None,
+        length_penalty: float | None = None,
+        mode: Mode = "beam",
+    ) -> Hits | list[Hits]:
+        """The k best documents of a query, or of each of several queries.
+
+        Args:
+            beam: Prefixes kept per level, at least k; the index's own setting when not given.
+            length_penalty: Scores are log p / (digits + 1) ** length_penalty.
+            mode: "beam"; "unconstrained" does not use the tree (an ablation); "exhaustive" scores every document.
+        """
+        if k < 1:
+            raise ConfigError(f"-k is at least 1, not {k}")
+        if beam is not None and beam < 1:
+            raise ConfigError(f"--beam is at least 1, not {beam}")
+        rankings = self.engine.search(
+            [queries] if isinstance(queries, str) else list(queries),
+            k=min(k, len(self)),
+            beam=beam or self.config.search.beam,
+            length_penalty=self.config.search.length_penalty if length_penalty is None else length_penalty,
+            mode=mode,
+            batch_size=self.config.search.batch_size,
+        )
+        out: list[Hits] = []
+        for ranking in rankings:
+            pairs = zip(ranking.scores.tolist(), ranking.documents.tolist(), strict=True)
+            ranked = sorted(pairs, key=lambda pair: (-pair[0], self.doc_ids[pair[1]]))
+            hits = Hits(self._hit(rank, document, score) for rank, (score, document) in enumerate(ranked, start=1))
+            hits.documents_scored = ranking.scored
+            out.append(hits)
+        return out[0] if isinstance(queries, str) else out
+
+    def explain(self, query: str, doc_ids: Sequence[str]) -> str:
+        """How p(d | q) of some documents came about: one line each, with the log-probability of every digit."""
+        documents = [self._known[doc_id] for doc_id in doc_ids if doc_id in self._known]
+        lines = []
+        for number, parts in zip(documents, self.engine.explain(query, documents), strict=True):
+            steps = " ".join(
+                f"{d}:{p:.2f}" for d, p in zip(self.trie.semantic_id(number), parts["digits"], strict=False)
+            )
+            content = f"  content score {parts['content']:.2f}" if parts["content"] is not None else ""
+            lines.append(f"{self.doc_ids[number]}: log p {sum(parts['digits']):.3f} = {steps}{content}")
+        return "\n".join(lines)
+
+    def system(self, name: str) -> Index:
+        """The same index as another system: "untrained" as before training, "zeroed" without its generative part."""
+        if name == "trained":
+            return self
+        other = copy.copy(self)
+        if name == "zeroed":
+            other.engine = self.engine.zeroed()
+        elif name == "untrained":
+            other.engine = self._untrained()
+        else:
+            raise ConfigError(f"--system is trained, untrained or zeroed, not {name!r}")
+        return other
+
+    def _untrained(self) -> Engine:
+        import torch
+
+        from nci.pipeline import make_model
+
+        if self.config.model.encoder not in (None, self.config.embed.encoder):
+            raise ConfigError("--system untrained: the query encoder's first weights are not part of this index")
+        encoder = TextEncoder.load(self.generation / "embedder")
+        trained = self.engine.model
+        torch.manual_seed(self.config.train.seed)
+        model = make_model(self.config, self.trie, trained.config.values, encoder, trained.config.d_content)
+        vectors = np.load(self.generation / "vectors.npy", mmap_mode="r", allow_pickle=False)
+        model.bind(self.trie, np.asarray(vectors, dtype=np.float32))
+        old = self.engine
+        settings = {
+            "lexical": old.lexical,
+            "embedder": old.embedder,
+            "prompt": old.prompt,
+            "max_length": old.max_length,
+        }
+        return Engine.for_model(model.to(trained.device), old.tokenizer, **settings)
+
+    def run(self, queries: Sequence[Query], k: int = 100, **options: Any) -> Run:
+        """Rankings of many queries as {query id: {doc_id: score}}."""
+        results = self.search([query.text for query in queries], k, **options)
+        return {
+            query.query_id: {hit.doc_id: hit.score for hit in hits}
+            for query, hits in zip(queries, results, strict=True)
+        }
+
+    @cached_property
+    def _known(self) -> dict[str, int]:
+        return {doc_id: number for number, doc_id in enumerate(self.doc_ids)}
+
+    def document(self, doc_id_or_number: str | int) -> dict[str, Any]:
+        """One stored document with all its fields."""
+        number = self._known[doc_id_or_number] if isinstance(doc_id_or_number, str) else doc_id_or_number
+        with self.documents.path.open("rb") as stream:
+            stream.seek(int(self._offsets[number]))
+            line = stream.read(int(self._offsets[number + 1] - self._offsets[number]))
+        return cast(dict[str, Any], json.loads(line))
+
+    def _hit(self, rank: int, document: int, score: float) -> Hit:
+        stored = self.document(document)
+        return Hit(
+            rank, self.doc_ids[document], score, stored["title"], stored["text"], self.trie.semantic_id(document)
+        )
+
+    def verify(self, level: int = 1) -> list[str]:
+        """Problems found, none when all is well: level 1 checks every byte, level 2 also that the parts fit together."""
+        problems = store.verify_checksums(self.generation)
+        return problems if problems or level < 2 else check_structure(self)
+
+    def push_to_hub(self, name: str, **options: Any) -> str:
+        """Upload the generation as a model repository on the Hugging Face Hub; needs a login."""
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        api.create_repo(name, exist_ok=True, **options)
+        return str(api.upload_folder(repo_id=name, folder_path=str(self.generation), commit_message="Upload nci index"))
+
+
+def search_many(
+    indexes: Sequence[Index], texts: Sequence[str], k: int, *, method: Literal["rrf", "paper"] = "rrf", **options: Any
+) -> list[Hits]:
+    """Search one index, or several whose rankings are merged by rank (an ensemble)."""
+    if method not in ("rrf", "paper"):
+        raise ConfigError(f"--merge is rrf or paper, not {method!r}")
+    if len(indexes) == 1:
+        return indexes[0].search(list(texts), k, **options)
+    depth = max(k, 100)
+    found = [index.search(list(texts), depth, **options) for index in indexes]
+    out = []
+    for lists in zip(*found, strict=True):
+        merged = Hits(merge_hits(lists, method=method, k=k))
+        merged.documents_scored = sum(hits.documents_scored for hits in lists)
+        out.append(merged)
+    return out
+
+
+def snippet(text: str, width: int = 100) -> str:
+    """The beginning of a text, cut between words."""
+    flat = " ".join(text[: 4 * width].split())
+    return flat if len(flat) <= width else flat[:width].rsplit(" ", 1)[0] + " ..."
+
+
+def check_structure(index: Index) -> list[str]:
+    """Level 2 of verify: trie, ids, documents, vectors and weights belong together and are finite."""
+    problems: list[str] = []
+    documents = index.trie.documents
+    if len(set(index.doc_ids)) != documents:
+        problems.append("doc_ids.json: an id occurs twice")
+    offsets = np.asarray(index._offsets)
+    if len(offsets) != documents + 1 or (np.diff(offsets) <= 0).any():
+        problems.append("offsets.npy: does not name one line per document")
+    elif offsets[-1] != index.documents.path.stat().st_size:
+        problems.append("offsets.npy: does not end where documents.jsonl ends")
+    else:
+        wrong = [n for n in range(documents) if index.document(n)["doc_id"] != index.doc_ids[n]]
+        problems += (
+            [f"documents.jsonl: line {wrong[0] + 1} is not the document that doc_ids.json names"] if wrong else []
+        )
+    vectors = np.load(index.generation / "vectors.npy", mmap_mode="r", allow_pickle=False)
+    if vectors.shape != (documents, index.engine.model.config.d_content) or not np.isfinite(vectors).all():
+        problems.append(f"vectors.npy: expected {documents} finite vectors, found shape {vectors.shape}")
+    centroids = np.load(index.generation / "centroids.npy", mmap_mode="r", allow_pickle=False)
+    inner = int((np.diff(index.trie.child_start) > 0).sum()) - 1
+    if len(centroids) != inner or not np.isfinite(centroids).all():
+        problems.append(f"centroids.npy: expected {inner} finite centroids, found shape {centroids.shape}")
+    for name, parameter in index.engine.model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            problems.append(f"model.safetensors: {name} holds values that are not finite")
+    edges = index.engine.edges
+    if edges is not None:
+        from nci.search import fold
+
+        if not torch_allclose(fold(index.engine.model), edges):
+            problems.append("edges.safetensors: is not the fold of this model")
+    if (
+        index.trie.positions != index.engine.model.config.positions
+        or index.trie.nodes != index.engine.model.config.nodes
+    ):
+        problems.append("trie.safetensors: belongs to another model")
+    return problems
+
+
+def torch_allclose(a: EdgeTable, b: EdgeTable) -> bool:
+    """Equal within rounding."""
+    import torch
+
+    return bool(torch.allclose(a.vectors, b.vectors, atol=1e-3) and torch.allclose(a.bias, b.bias, atol=1e-5))
+
+
+def build(
+    corpus: Corpus,
+    out: str | Path,
+    config: Config | str | None = None,
+    *,
+    queries: TrainingQueries | None = None,
+    device: str | None = None,
+) -> Index:
+    """Index a corpus into the folder `out` and open it; a second call with the same input does nothing again.
+
+    Args:
+        corpus: A BEIR folder, a file, a folder of texts, `irds:ID`, or a list or iterator of strings, dicts, Documents.
+        config: Settings, or the name of a preset; "fast" without a GPU and "default" with one when not given.
+        queries: Training queries as (query, doc_id); a BEIR folder brings its own.
+    """
+    import torch
+
+    if config is None:
+        config = "default" if torch.cuda.is_available() and device != "cpu" else "fast"
+    settings = Config.preset(config) if isinstance(config, str) else config
+    build_index(corpus, out, settings, queries=queries, device=device)
+    return Index(out)
+
+
+def load(folder: str | Path, *, device: str = "cpu", paranoid: bool = False) -> Index:
+    """Open an index: a folder, a bare generation, or a repository name on the Hugging Face Hub."""
+    path = Path(folder)
+    if not path.exists() and _is_hub_name(str(folder)):
+        from huggingface_hub import snapshot_download
+
+        from nci.errors import IndexNotFoundError
+
+        try:
+            path = Path(snapshot_download(str(folder)))
+        except Exception as error:
+            raise IndexNotFoundError(
+                f"{folder}: no such folder here, and the Hub did not give it ({type(error).__name__})"
+            ) from error
+    return Index(path, device=device, paranoid=paranoid)
+
+
+def _is_hub_name(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")

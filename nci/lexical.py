@@ -1,0 +1,219 @@
+"""Texts in, BM25 scores of every document for a query out; no torch, and at search time numpy and PyStemmer only.
+
+bm25s computes the weights once, when the scores are built. They are kept as one sparse column of documents per word, in
+plain arrays, so that a reader needs neither bm25s (which imports numba and jax where it finds them) nor pickle.
+Knows nothing of doc_ids: documents are row numbers here, in the order of the texts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from nci.errors import ConfigError, IndexCorruptError, MissingPackageError
+
+FORMAT = 1
+_WORD = re.compile(r"(?u)\b\w\w+\b")
+# Lucene's list, which bm25s uses for English too: kept here so that an index reads the same whatever bm25s does later.
+# fmt: off
+_STOPWORDS = frozenset({
+    "a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "if", "in", "into", "is", "it", "no", "not",
+    "of", "on", "or", "such", "that", "the", "their", "then", "there", "these", "they", "this", "to", "was",
+    "will", "with",
+})
+# fmt: on
+
+
+class _Stemmer(Protocol):
+    def stemWords(self, words: list[str]) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class Analyser:
+    """How a text becomes words: lower case, two letters or more, stop words out, stems.
+
+    Args:
+        stemmer: A Snowball algorithm by name ("english", "german", ...), or None to keep words as they are.
+        stopwords: "en" for the 33 English stop words of Lucene, or None to keep them all.
+    """
+
+    stemmer: str | None = "english"
+    stopwords: Literal["en"] | None = "en"
+
+    def __post_init__(self) -> None:
+        if self.stopwords not in ("en", None):
+            raise ConfigError(f'stopwords is "en" or None, not {self.stopwords!r}')
+        self._stemmer()
+
+    def _stemmer(self) -> _Stemmer | None:
+        if self.stemmer is None:
+            return None
+        try:
+            import Stemmer  # type: ignore[import-not-found]
+        except ImportError as error:
+            raise MissingPackageError("stemming needs PyStemmer: pip install PyStemmer") from error
+        try:
+            stemmer: _Stemmer = Stemmer.Stemmer(self.stemmer)
+        except KeyError as error:
+            known = ", ".join(Stemmer.algorithms())
+            raise ConfigError(f"stemmer is None or one of {known}; not {self.stemmer!r}") from error
+        return stemmer
+
+    def words(self, texts: Sequence[str]) -> list[list[str]]:
+        """The words of each text, in order, repeated as often as they occur."""
+        stopwords = _STOPWORDS if self.stopwords else frozenset[str]()
+        # A stemmer object is not safe to share between threads, and a new one costs a microsecond.
+        stemmer = self._stemmer()
+        split = [[word for word in _WORD.findall(text.lower()) if word not in stopwords] for text in texts]
+        return split if stemmer is None else [stemmer.stemWords(words) for words in split]
+
+
+class LexicalScores:
+    """BM25 weights as a sparse (documents, words) matrix, stored by column.
+
+    Make one with `build` or `load`; the constructor takes the parts as they are.
+    """
+
+    def __init__(
+        self,
+        *,
+        analyser: Analyser,
+        vocabulary: Sequence[str],
+        data: npt.NDArray[np.float32],
+        indices: npt.NDArray[np.int32],
+        indptr: npt.NDArray[np.int64],
+        documents: int,
+    ) -> None:
+        self.analyser = analyser
+        self.documents = documents
+        self._columns = {word: column for column, word in enumerate(vocabulary)}
+        self._data = data  # (postings,)
+        self._indices = indices  # (postings,) rows, ascending and distinct within a column
+        self._indptr = indptr  # (words + 1,)
+
+    @classmethod
+    def build(
+        cls,
+        texts: Sequence[str],
+        *,
+        k1: float = 0.9,
+        b: float = 0.4,
+        stemmer: str | None = "english",
+        stopwords: Literal["en"] | None = "en",
+    ) -> LexicalScores:
+        """Computes the weights (Lucene's variant of BM25); the same texts give the same arrays, byte for byte."""
+        if k1 < 0 or not 0 <= b <= 1:
+            raise ConfigError(f"BM25 needs k1 >= 0 and b between 0 and 1, not k1={k1}, b={b}")
+        analyser = Analyser(stemmer, stopwords)
+        columns: dict[str, int] = {}
+        ids = [[columns.setdefault(word, len(columns)) for word in words] for words in analyser.words(texts)]
+        if not columns:  # bm25s divides by the mean length
+            data, indices = np.zeros(0, np.float32), np.zeros(0, np.int32)
+            indptr = np.zeros(1, np.int64)
+        else:
+            try:
+                import bm25s  # type: ignore[import-untyped]
+            except ImportError as error:
+                raise MissingPackageError("lexical scores need bm25s: pip install bm25s PyStemmer") from error
+            model = bm25s.BM25(k1=k1, b=b, method="lucene")
+            model.index((ids, columns), create_empty_token=False, show_progress=False)
+            data = model.scores["data"].astype(np.float32, copy=False)
+            indices = model.scores["indices"].astype(np.int32, copy=False)
+            indptr = model.scores["indptr"].astype(np.int64, copy=False)
+        return cls(
+            analyser=analyser, vocabulary=list(columns), data=data, indices=indices, indptr=indptr, documents=len(texts)
+        )
+
+    def save(self, folder: Path | str) -> None:
+        """Writes the parts into the folder; making them durable is the business of whoever publishes it."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, array in (("data", self._data), ("indices", self._indices), ("indptr", self._indptr)):
+            np.save(folder / f"{name}.npy", array, allow_pickle=False)
+        vocabulary = json.dumps(list(self._columns), ensure_ascii=False)
+        (folder / "vocabulary.json").write_text(vocabulary, encoding="utf-8")
+        settings = {"format": FORMAT, "documents": self.documents, "analyser": asdict(self.analyser)}
+        (folder / "lexical.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path | str, *, mmap: bool = True) -> LexicalScores:
+        """Opens what `save` wrote, by default without reading the weights into memory."""
+        folder = Path(folder)
+        try:
+            settings = json.loads((folder / "lexical.json").read_text(encoding="utf-8"))
+            vocabulary = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
+            if settings["format"] != FORMAT:
+                raise ValueError(f"format {settings['format']} where {FORMAT} is read")
+            # A plain view of the mapping: slicing np.memmap itself costs microseconds per word.
+            data, indices, indptr = (
+                np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r" if mmap else None, allow_pickle=False))
+                for name in ("data", "indices", "indptr")
+            )
+            documents = int(settings["documents"])
+            whole = len(indptr) == len(vocabulary) + 1 and len(data) == len(indices) == indptr[-1]
+            inside = not len(indices) or 0 <= indices.min() <= indices.max() < documents
+            if not (whole and inside and indptr[0] == 0 and (np.diff(indptr) >= 0).all()):
+                raise ValueError("its arrays do not fit together")
+            analyser = Analyser(**settings["analyser"])
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            if isinstance(error, ConfigError | MissingPackageError):
+                raise
+            raise IndexCorruptError(
+                f"{folder} holds no usable lexical scores ({error}); expected what LexicalScores.save wrote: rebuild"
+            ) from error
+        return cls(
+            analyser=analyser, vocabulary=vocabulary, data=data, indices=indices, indptr=indptr, documents=documents
+        )
+
+    def columns(self, queries: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+        """The known words of each query as numbers of columns; a word asked twice comes twice."""
+        known = self._columns
+        return [
+            np.array([known[word] for word in words if word in known], dtype=np.int32)
+            for words in self.analyser.words(queries)
+        ]
+
+    def score_columns(self, queries: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.float32]:
+        """BM25 of every document for queries that are given as columns."""
+        scores = np.zeros((len(queries), self.documents), np.float32)  # (queries, documents)
+        for row, columns in zip(scores, queries, strict=True):
+            for column in columns:
+                start, end = self._indptr[column], self._indptr[column + 1]
+                row[self._indices[start:end]] += self._data[start:end]
+        return scores
+
+    def normalised_columns(self, queries: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.float32]:
+        """The same divided by each query's highest: 1 for its best document, 0 where no word matches."""
+        scores = self.score_columns(queries)
+        highest = scores.max(axis=1, initial=0.0, keepdims=True)  # (queries, 1)
+        np.divide(scores, highest, out=scores, where=highest > 0)
+        return scores
+
+    def scores(self, queries: Sequence[str]) -> npt.NDArray[np.float32]:
+        """BM25 of every document for every query."""
+        return self.score_columns(self.columns(queries))
+
+    def normalised(self, queries: Sequence[str]) -> npt.NDArray[np.float32]:
+        """BM25 of every document, as a share of each query's highest."""
+        return self.normalised_columns(self.columns(queries))
+
+    def renumbered(self, row_of: npt.NDArray[np.integer]) -> LexicalScores:
+        """The same scores with document i in row row_of[i]."""
+        word = np.repeat(np.arange(len(self._indptr) - 1), np.diff(self._indptr))
+        rows = np.asarray(row_of)[self._indices]
+        order = np.lexsort((rows, word))
+        return LexicalScores(
+            analyser=self.analyser,
+            vocabulary=list(self._columns),
+            data=np.asarray(self._data)[order],
+            indices=rows[order].astype(np.int32),
+            indptr=np.asarray(self._indptr),
+            documents=self.documents,
+        )

@@ -1,0 +1,411 @@
+"""The network: a query encoder and the prefix-aware weight-adaptive (PAWA) decoder, as one Hugging Face model.
+
+In: word pieces of queries and the documents they should find. Out: log p(d | q), the training loss, or the pieces that
+search needs (encoder states, content scores, child probabilities). The tree is attached with `bind`; the model saves and
+loads like any other and knows nothing of files beyond that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast, overload
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, T5EncoderModel
+from transformers.utils import ModelOutput
+
+from nci.anchors import TreeSum, node_means, node_sizes
+from nci.encoders import pool_tokens
+from nci.head import Head
+from nci.layers import Stack
+from nci.losses import consistency_loss, path_loss
+from nci.trie import Trie
+
+
+class NCIConfig(PreTrainedConfig):  # type: ignore[misc]
+    """Shape of the network; the switches are explained in `nci.config.ModelConfig`."""
+
+    model_type = "nci"
+
+    def __init__(
+        self,
+        encoder: dict[str, Any] | None = None,
+        pooling: str = "mean",
+        d_model: int = 384,
+        decoder_layers: int = 2,
+        adapter_layers: int = 1,
+        heads: int = 6,
+        d_ff: int = 1536,
+        dropout: float = 0.1,
+        head: str = "additive",
+        head_rank: int = 16,
+        adapter_start: str = "learned",
+        normalise: str = "children",
+        anchor: str = "none",
+        score: str = "dense",
+        kappa: float = 20.0,
+        lexical: float = 10.0,
+        query_vector: str = "trained",
+        content: bool = False,
+        edge_bias: bool = False,
+        positions: int = 1,
+        values: int = 30,
+        nodes: int = 1,
+        d_content: int = 384,
+        alpha: float = 0.0,
+        tau: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        given = {k: v for k, v in locals().items() if k not in ("self", "kwargs", "__class__")}
+        for name, value in given.items():
+            setattr(self, name, value)
+        super().__init__(**kwargs)
+
+    @property
+    def end_token(self) -> int:
+        return int(self.positions * self.values)
+
+    @property
+    def start_token(self) -> int:
+        return self.end_token + 1
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens (position, value), then the end and the start token."""
+        return self.end_token + 2
+
+    @property
+    def foldable(self) -> bool:
+        return bool(self.adapter_start == "learned" and self.normalise == "children")
+
+
+@dataclass
+class NCIOutput(ModelOutput):  # type: ignore[misc]
+    """What `forward` returns; `log_probs` is log p(d | q) of each row's own document."""
+
+    loss: Tensor | None = None
+    path_loss: Tensor | None = None
+    consistency: Tensor | None = None
+    log_probs: Tensor | None = None
+
+
+class TreeTables(nn.Module):
+    """The trie and the document vectors as buffers beside the weights; not part of the saved model."""
+
+    def __init__(self, trie: Trie, config: NCIConfig, vectors: NDArray[np.floating] | None) -> None:
+        super().__init__()
+        self.trie = trie
+        self.token: Tensor  # (nodes,) token on the edge into each node
+        self.child_start: Tensor
+        self.path_nodes: Tensor
+        self.log_sizes: Tensor
+        token = (trie.depth - 1) * config.values + trie.value
+        token[trie.value == config.values] = config.end_token
+        token[0] = config.start_token
+        self.put("token", token)
+        self.put("child_start", trie.child_start)
+        self.put("path_nodes", trie.path_nodes)
+        self.vectors: Tensor | None
+        self.means: Tensor | None
+        self.content: Tensor | None
+        self.put("vectors", vectors if config.anchor == "exact" else None, torch.float32)
+        means = (
+            node_means(trie, vectors) if vectors is not None and (config.content or config.anchor == "mean") else None
+        )
+        self.put("means", means if config.anchor == "mean" else None, torch.float32)
+        self.put("log_sizes", np.log(node_sizes(trie)) if config.anchor == "mean" else None, torch.float32)
+        if means is not None:
+            means = means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
+        self.put("content", means if config.content else None, torch.float32)
+        self.sum = TreeSum(trie) if config.anchor == "exact" else None
+
+    def put(self, name: str, values: NDArray[Any] | None, dtype: torch.dtype = torch.long) -> None:
+        tensor = None if values is None else torch.as_tensor(np.ascontiguousarray(values)).to(dtype)
+        self.register_buffer(name, tensor, persistent=False)
+
+    def children_of(self, nodes: Tensor, fanout: int | None = None) -> tuple[Tensor, Tensor]:
+        """Children of each node (..., fanout), and which of them are real."""
+        first, stop = self.child_start[nodes], self.child_start[nodes + 1]
+        slots = torch.arange(fanout or self.trie.fanout, device=nodes.device)
+        child = first.unsqueeze(-1) + slots
+        real = child < stop.unsqueeze(-1)
+        return torch.where(real, child, 0), real
+
+
+class NCIModel(PreTrainedModel):  # type: ignore[misc]
+    """Encoder + PAWA decoder."""
+
+    config_class = NCIConfig
+    base_model_prefix = "nci"
+    main_input_name = "input_ids"
+
+    def __init__(self, config: NCIConfig) -> None:
+        super().__init__(config)
+        d = config.d_model
+        encoder_config = AutoConfig.for_model(**config.encoder)
+        self.encoder: nn.Module = (
+            T5EncoderModel(encoder_config)
+            if encoder_config.model_type in ("t5", "mt5")
+            else AutoModel.from_config(encoder_config)
+        )
+        if getattr(self.encoder, "pooler", None) is not None:
+            self.encoder.pooler = None  # a head of its own that nothing here reads
+        width = encoder_config.hidden_size
+        self.bridge = nn.Identity() if width == d else nn.Linear(width, d, bias=False)
+        self.embedding = nn.Embedding(config.vocabulary, d)
+        self.decoder = Stack(config.decoder_layers, d, config.heads, config.d_ff, config.dropout, cross=True)
+        self.adapter = (
+            Stack(config.adapter_layers, d, config.heads, config.d_ff, config.dropout, cross=False)
+            if config.adapter_layers
+            else None
+        )
+        self.adapter_start = (
+            (nn.Linear(width, d, bias=False) if config.adapter_start == "query" else nn.Embedding(1, d))
+            if self.adapter is not None
+            else None
+        )
+        self.head = Head(config)
+        weights = torch.tensor([config.kappa, config.lexical]).log()
+        self.anchor_weights = nn.Parameter(weights) if config.anchor != "none" else None  # log kappa, log lexical
+        self.tree: TreeTables | None = None
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=1.0)
+        elif isinstance(module, nn.RMSNorm | nn.LayerNorm) and module.weight is not None:
+            nn.init.ones_(module.weight)
+        elif isinstance(module, Head):
+            module.reset()
+
+    def bind(self, trie: Trie, vectors: NDArray[np.floating] | None = None) -> None:
+        """Attach the tree and the document vectors (documents, width) in leaf order."""
+        if self.config.normalise != "children":
+            trie = trie.with_end_token(self.config.values)
+        self.tree = TreeTables(trie, self.config, vectors).to(self.device)
+
+    @property
+    def tables(self) -> TreeTables:
+        assert self.tree is not None, "bind(trie, vectors) comes before the first use"
+        return self.tree
+
+    # ---- the query side
+
+    def encode(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Encoder states (batch, tokens, encoder width) and the pooled query vectors, of length 1."""
+        states = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        pooled = pool_tokens(states, attention_mask, self.config.pooling)
+        return states, F.normalize(pooled.float(), dim=-1)
+
+    def memories(self, states: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of the decoder's cross-attention, one pair per layer."""
+        return self.decoder.memories(self.bridge(states))
+
+    def document_scores(self, query_vectors: Tensor, lexical: Tensor | None = None) -> Tensor:
+        """s(q, d) of every document: (batch, documents) in leaf order."""
+        assert self.anchor_weights is not None and self.tables.vectors is not None
+        kappa, weight = self.anchor_weights.float().exp()
+        scores = kappa * (query_vectors.float() @ self.tables.vectors.T)
+        total: Tensor = scores + weight * lexical.float() if lexical is not None else scores
+        return total
+
+    def anchors(self, query_vectors: Tensor | None, lexical: Tensor | None = None) -> Tensor | None:
+        """A_c(q) of every node: (batch, nodes); none where the model has no anchor."""
+        if self.anchor_weights is None:
+            return None
+        assert query_vectors is not None
+        with torch.autocast(query_vectors.device.type, enabled=False):
+            if self.tables.sum is not None:
+                return cast(Tensor, self.tables.sum(self.document_scores(query_vectors, lexical)))
+            assert self.tables.means is not None
+            kappa = self.anchor_weights.float()[0].exp()
+            return self.tables.log_sizes + kappa * (query_vectors.float() @ self.tables.means.T)
+
+    # ---- the tree side
+
+    def adapter_states(self, tokens: Tensor, query_vectors: Tensor | None = None) -> Tensor | None:
+        """a_i after every prefix of token sequences (rows, positions) that begin with the start token."""
+        if self.adapter is None or self.adapter_start is None:
+            return None
+        inputs = self.embedding(tokens)  # (rows, positions, d)
+        if isinstance(self.adapter_start, nn.Linear):
+            assert query_vectors is not None
+            first = self.adapter_start(query_vectors.to(inputs.dtype) * query_vectors.shape[-1] ** 0.5)
+        else:
+            first = self.adapter_start.weight.to(inputs.dtype).expand(len(tokens), -1)
+        return cast(Tensor, self.adapter(torch.cat([first.unsqueeze(1), inputs[:, 1:]], dim=1)))
+
+    def child_edges(self, nodes: Tensor, adapter: Tensor | None, level: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Vectors (nodes, fanout, d) of the edges below nodes of one level, their child nodes, and which are real."""
+        child, real = self.tables.children_of(nodes)
+        first = level * self.config.values
+        tokens = torch.arange(first, first + self.config.values, device=nodes.device)
+        w = self.head.columns(self.embedding.weight[tokens], tokens, adapter)  # (nodes or 1, values, d)
+        value = (self.tables.token[child] - first).clamp(0, self.config.values - 1)
+        w = w.expand(len(nodes), -1, -1).gather(1, value.unsqueeze(-1).expand(-1, -1, w.shape[-1]))
+        means = self.tables.content[child] if self.tables.content is not None else None
+        return self.head.edges(w, means), child, real
+
+    def columns_of(self, level: int) -> Tensor:
+        """Tokens in the softmax at a level, for the normalisers that know no children."""
+        device, config = self.embedding.weight.device, self.config
+        end = torch.tensor([config.end_token], device=device)
+        if config.normalise == "vocabulary":
+            return torch.arange(config.end_token + 1, device=device)
+        if level >= config.positions:
+            return end
+        return torch.cat([torch.arange(level * config.values, (level + 1) * config.values, device=device), end])
+
+    def child_log_probs(
+        self,
+        h: Tensor,
+        nodes: Tensor,
+        owner: Tensor,
+        adapter: Tensor | None,
+        level: int,
+        anchors: Tensor | None = None,
+        query: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """log p(child | q, prefix) of all children: (rows, fanout), with child nodes and which are real.
+
+        Args:
+            h: (rows, d) decoder states.
+            nodes: (distinct,) prefix nodes of this level, `owner` (rows,) the place of each row's node among them.
+            adapter: (distinct, d) adapter states of these prefixes.
+            anchors: (queries, nodes of the tree), `query` (rows,) the query of each row.
+        """
+        z = self.head.project(h)
+        if self.config.normalise != "children":
+            tokens = self.columns_of(level)
+            w = self.head.columns(self.embedding.weight[tokens], tokens, adapter)
+            all_columns = _score(z, w, owner).float().log_softmax(-1)
+            column_of = torch.full((self.config.vocabulary,), -1, dtype=torch.long, device=h.device)
+            column_of[tokens] = torch.arange(len(tokens), device=h.device)
+            child, real = self.tables.children_of(nodes[owner])
+            column = column_of[self.tables.token[child]].clamp(min=0)
+            return all_columns.gather(1, column).masked_fill(~real, -torch.inf), child, real
+        edges, child, real = self.child_edges(nodes, adapter, level)
+        logits = _score(z, edges, owner).float()
+        child, real = child[owner], real[owner]
+        if self.head.bias is not None:
+            logits = logits + self.head.bias[child]
+        if anchors is not None:
+            assert query is not None
+            logits = logits + anchors[query.unsqueeze(1), child]
+        return logits.masked_fill(~real, -torch.inf).log_softmax(-1), child, real
+
+    def path_log_probs(
+        self,
+        memories: list[tuple[Tensor, Tensor]],
+        mask: Tensor,
+        documents: Tensor,
+        query_vectors: Tensor | None,
+        anchors: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """log p(r_i | q, prefix) along each row's path, the decoder states h_i, and which positions are in use."""
+        nodes = self.tables.path_nodes[documents]  # (rows, positions + 1)
+        nodes = nodes[:, : int((nodes >= 0).sum(1).max())]
+        target = nodes[:, 1:]
+        real = target >= 0
+        prefix = torch.where(real, nodes[:, :-1], 0)  # an ended id goes on at the root, masked later
+        tokens = self.tables.token[prefix]
+        h = self.decoder(self.embedding(tokens), memories, mask)
+        rows = torch.arange(len(nodes), device=h.device)
+        if self.config.adapter_start == "query":
+            group, a = rows, self.adapter_states(tokens, query_vectors)
+        else:  # documents of one leaf cluster, the deepest and so the largest prefix node, share their adapter states
+            _, group = torch.unique(prefix.max(1).values, return_inverse=True)
+            a = self.adapter_states(tokens[_first(group)])
+        out = []
+        for level in range(real.shape[1]):
+            if self.config.adapter_start == "query":
+                distinct, owner, first = prefix[:, level], rows, rows
+            else:
+                distinct, owner = torch.unique(prefix[:, level], return_inverse=True)
+                first = _first(owner)
+            adapter = a[group[first], level] if a is not None else None
+            log_probs, child, _ = self.child_log_probs(h[:, level], distinct, owner, adapter, level, anchors, rows)
+            slot = (target[:, level] - child[:, 0]).clamp(min=0)
+            chosen = log_probs.gather(1, slot.unsqueeze(1)).squeeze(1)
+            out.append(torch.where(real[:, level], chosen, 0.0))
+        return torch.stack(out, dim=1), h, real
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+        query_vectors: Tensor | None = None,
+        encoder_states: Tensor | None = None,
+        lexical: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> NCIOutput:
+        """Loss of a batch of (query, document) pairs: -log p(d | q) + alpha x consistency.
+
+        Args:
+            query_vectors: Vectors behind the anchor; made by the encoder when not given.
+            encoder_states: Stored outputs of a frozen encoder, instead of `input_ids`.
+            lexical: (rows, documents) normalised lexical scores in leaf order.
+            weights: (rows,) weight of each pair.
+        """
+        assert attention_mask is not None and documents is not None
+        rows = len(documents)
+        twice = self.training and self.config.alpha > 0
+        again = 2 if twice else 1
+        if encoder_states is None:
+            assert input_ids is not None
+            # Each pass has its own dropout, in the encoder too.
+            states, own_vectors = self.encode(input_ids.repeat(again, 1), attention_mask.repeat(again, 1))
+            memories = self.memories(states)
+            query_vectors = own_vectors if query_vectors is None else _repeat(query_vectors, again)
+            anchors = self.anchors(query_vectors, _repeat(lexical, again))
+        else:  # nothing before the decoder differs between the passes
+            memories = [(_repeat(k, again), _repeat(v, again)) for k, v in self.memories(encoder_states)]
+            anchors = _repeat(self.anchors(query_vectors, lexical), again)
+            query_vectors = _repeat(query_vectors, again)
+        seen = attention_mask.repeat(again, 1)[:, None, None, :].bool()
+        targets = documents.repeat(again)
+        log_probs, h, real = self.path_log_probs(memories, seen, targets, query_vectors, anchors)
+        weights = _repeat(weights, again)
+        loss = fit = path_loss(log_probs, real, weights)
+        consistency = None
+        if twice:
+            consistency = consistency_loss(h * self.head.scale, documents, real[:rows], self.config.tau)
+            loss = fit + self.config.alpha * consistency
+        return NCIOutput(loss=loss, path_loss=fit, consistency=consistency, log_probs=log_probs.sum(1))
+
+
+@overload
+def _repeat(tensor: Tensor, times: int) -> Tensor: ...
+@overload
+def _repeat(tensor: None, times: int) -> None: ...
+def _repeat(tensor: Tensor | None, times: int) -> Tensor | None:
+    """The rows of a batch several times over."""
+    return tensor if tensor is None or times == 1 else torch.cat([tensor] * times)
+
+
+def _score(z: Tensor, columns: Tensor, owner: Tensor) -> Tensor:
+    """Products of rows (rows, d) with the columns (distinct, n, d) of their owners; one shared owner is a plain product."""
+    if len(columns) == 1:
+        return z @ columns[0].T
+    return torch.einsum("rd,rnd->rn", z, columns[owner])
+
+
+def _first(owner: Tensor) -> Tensor:
+    """First row of each owner."""
+    rows = torch.arange(len(owner), device=owner.device)
+    size = int(owner.max()) + 1
+    return torch.full((size,), len(owner), device=owner.device).scatter_reduce(0, owner, rows, "amin")
+
+
+AutoConfig.register(NCIConfig.model_type, NCIConfig)
+AutoModel.register(NCIConfig, NCIModel)

@@ -1,0 +1,145 @@
+"""Stage outputs -> the files of one generation, written into a staging folder; `store.publish` makes them durable.
+
+Documents, vectors and ids are laid out in leaf order, so that a cluster is one slice of each file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nci.config import Config
+from nci.encoders import TextEncoder, quiet
+from nci.lexical import LexicalScores
+from nci.model import NCIModel
+from nci.search import fold
+from nci.tree import Tree
+from nci.trie import Trie
+
+
+@dataclass(frozen=True)
+class DocumentFile:
+    """Documents as json lines with random access: the lines' offsets (one more than documents) and the doc_ids."""
+
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "documents.jsonl"
+
+    def offsets(self) -> NDArray[np.int64]:
+        return np.load(self.folder / "offsets.npy", mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+
+    def doc_ids(self) -> list[str]:
+        return json.loads((self.folder / "doc_ids.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+    def copy_in_order(self, folder: Path, order: NDArray[np.integer]) -> None:
+        """The same three files with the documents in another order."""
+        offsets, doc_ids = self.offsets(), self.doc_ids()
+        lengths = np.diff(offsets)[order]
+        with self.path.open("rb") as source, (folder / "documents.jsonl").open("wb") as target:
+            for number in order:
+                source.seek(int(offsets[number]))
+                target.write(source.read(int(offsets[number + 1] - offsets[number])))
+        np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+        ids = json.dumps([doc_ids[number] for number in order], ensure_ascii=False)
+        (folder / "doc_ids.json").write_text(ids, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that goes into a generation."""
+
+    config: Config
+    documents: DocumentFile
+    vectors: NDArray[np.floating]  # (documents, width) in the order of the corpus
+    tree: Tree
+    trie: Trie
+    order: NDArray[np.int64]  # (documents,) the corpus row behind each leaf
+    model: NCIModel
+    tokenizer: Any
+    embedder: TextEncoder
+    prompt: str
+    lexical: LexicalScores | None
+    report: Mapping[str, Any]
+
+
+def write_generation(folder: Path, parts: Parts) -> dict[str, object]:
+    """Write all files and return the entries of the manifest."""
+    with quiet():
+        parts.model.save_pretrained(folder)
+        parts.embedder.save(folder / "embedder")
+    parts.tokenizer.save_pretrained(folder)
+    parts.trie.save(folder / "trie.safetensors")
+    if parts.model.config.foldable:
+        fold(parts.model).save(folder / "edges.safetensors")
+    np.save(folder / "vectors.npy", np.asarray(parts.vectors, dtype=np.float16)[parts.order], allow_pickle=False)
+    np.save(folder / "centroids.npy", centroids_by_node(parts.trie, parts.tree), allow_pickle=False)
+    parts.documents.copy_in_order(folder, parts.order)
+    if parts.lexical is not None:
+        parts.lexical.save(folder / "lexical")
+    (folder / "README.md").write_text(model_card(parts), encoding="utf-8")
+    return {
+        "config": parts.config.to_dict(),
+        "seeds": {"tree": parts.config.tree.seed, "pairs": parts.config.pairs.seed, "train": parts.config.train.seed},
+        "counts": {"documents": parts.trie.documents, "nodes": parts.trie.nodes, "positions": parts.trie.positions},
+        "folded_through_seq": 0,
+        "prompt": parts.prompt,
+        "report": dict(parts.report),
+    }
+
+
+def centroids_by_node(trie: Trie, tree: Tree) -> NDArray[np.float32]:
+    """Centroids of the clusters in the order of their nodes: row j belongs to the j-th inner node below the root."""
+    node_of: dict[tuple[int, ...], int] = {(): 0}
+    inner = np.flatnonzero(np.diff(trie.child_start) > 0)
+    prefix_of: dict[int, tuple[int, ...]] = {0: ()}
+    for node in inner[inner > 0].tolist():  # breadth first: a parent comes before its children
+        prefix_of[node] = (*prefix_of[int(trie.parent[node])], int(trie.value[node]))
+        node_of[prefix_of[node]] = node
+    place = {node: row for row, node in enumerate(inner[inner > 0].tolist())}
+    out = np.zeros((len(place), tree.centroids.shape[1]), dtype=np.float32)
+    for prefix, centroid in zip(tree.centroid_prefixes, tree.centroids, strict=True):
+        node = node_of.get(tuple(int(digit) for digit in prefix if digit >= 0))
+        if node:
+            out[place[node]] = centroid
+    return out
+
+
+def model_card(parts: Parts) -> str:
+    """A README for people who find the folder on the Hub."""
+    config, report = parts.config, parts.report
+    metrics = report.get("dev") or {}
+    rows = "\n".join(f"| {name} | {100 * value:.2f} |" for name, value in metrics.items())
+    table = f"\n## On `dev`\n| metric | % |\n|---|---|\n{rows}\n" if rows else ""
+    return f"""---
+library_name: nci
+tags: [neural-corpus-indexer, generative-retrieval, information-retrieval]
+pipeline_tag: text-retrieval
+---
+# A neural index of {parts.trie.documents:,} documents
+
+One model is the index: it reads a query and writes the identifiers of the best documents.
+
+```python
+import nci
+index = nci.load("this/folder")
+for hit in index.search("a question", k=5):
+    print(hit.rank, hit.doc_id, hit.title)
+```
+{table}
+## How it was made
+- documents embedded by `{config.embed.encoder}`, tree of {parts.trie.nodes:,} nodes, {parts.trie.positions} positions,
+  k = {config.tree.k}, c = {config.tree.c}, ids {config.tree.ids}
+- decoder {config.model.decoder_layers} layers, head {config.model.head}, anchor {config.model.anchor}, score {config.model.score}
+- training: {config.train.epochs:g} epochs, {report.get("pairs", {})} pairs
+- seeds: tree {config.tree.seed}, train {config.train.seed}
+
+The documents in this folder keep their own licence. All settings are in `manifest.json`.
+"""
