@@ -16,10 +16,10 @@ from nci.baselines.bm25 import BM25
 from nci.baselines.dense import Dense
 from nci.config import Config, CorpusConfig
 from nci.corpus import open_dataset
-from nci.encoders import TextEncoder
 from nci.errors import DataError
 from nci.evaluate import DEFAULT_METRICS, evaluate, table
 from nci.index import Index, build, snippet
+from nci.pipeline import load_embedder
 from nci.stdlib import make_dataset
 
 log = logging.getLogger("nci")
@@ -77,10 +77,9 @@ def run_demo(
 
 def _systems(index: Index, documents: list[Any]) -> dict[str, Callable[[list[str]], Any]]:
     untrained = index.system("untrained")
-    encoder = TextEncoder.load(index.generation / "embedder")
-    embed = index.config.embed
-    encoder.max_length = embed.max_length
-    dense = Dense(documents, encoder)
+    by_id = {document.doc_id: document for document in documents}
+    encoder = load_embedder(index.config, index.generation / "embedder")
+    dense = Dense([by_id[doc_id] for doc_id in index.doc_ids], encoder, index.vectors())
     bm25 = BM25(documents)
     return {
         "nci": lambda texts: index.search(texts, k=100),

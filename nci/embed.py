@@ -17,7 +17,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from nci.config import EmbedConfig, content_key
-from nci.encoders import ENCODER_FILES, TextEncoder, fetch_encoder
+from nci.encoders import ENCODER_FILES, TextEncoder, fetch_encoder, uses_bf16
 from nci.errors import DataError
 from nci.records import Document
 from nci.shards import Arrays, Shard, check_engine, map_shards, read_shard, rename_durably, report
@@ -78,7 +78,12 @@ def fingerprint(folder: Path) -> str:
 def _worker_maker(folder: Path, config: EmbedConfig, *, device: str, dtype: str) -> Callable[[], Callable[..., Arrays]]:
     def make_worker() -> Callable[[Sequence[str]], Arrays]:
         encoder = TextEncoder.load(
-            folder, pooling=config.pooling, normalise=config.normalise, max_length=config.max_length, device=device
+            folder,
+            pooling=config.pooling,
+            normalise=config.normalise,
+            max_length=config.max_length,
+            device=device,
+            dtype="bfloat16" if uses_bf16(config.precision, device) else "float32",
         )
 
         def work(texts: Sequence[str]) -> Arrays:

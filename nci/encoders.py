@@ -86,6 +86,13 @@ def fetch_encoder(name: str | Path) -> Path:
         raise MissingModelError(INSTALL_MINILM if found == MINILM_HUB else advice) from error
 
 
+def uses_bf16(precision: Literal["auto", "fp32", "bf16"], device: str) -> bool:
+    """Whether to compute in bf16: on a GPU, and on a CPU that has instructions for it, unless told otherwise."""
+    if precision == "auto":
+        return device.startswith("cuda") or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return precision == "bf16"
+
+
 def pool_tokens(hidden: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:
     """One vector per text from the vectors of its tokens; keeps gradients, sums in at least float32."""
     precise = torch.promote_types(hidden.dtype, torch.float32)

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nci import store
+from nci.assembly import Assembly
 from nci.config import Config
-from nci.encoders import TextEncoder, quiet
+from nci.encoders import quiet
 from nci.errors import ConfigError, IndexCorruptError, NciError
 from nci.fuse import merge_hits
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.pack import DocumentFile
-from nci.pipeline import Corpus, TrainingQueries
+from nci.pipeline import Corpus, load_embedder
 from nci.pipeline import build as build_index
 from nci.records import Hit, Query, Run
 from nci.search import EdgeTable, Engine
 from nci.search.engine import Mode
+from nci.training_data import TrainingQueries
 from nci.trie import Trie
 
 
@@ -46,6 +50,7 @@ class Index:
         self.documents = DocumentFile(self.generation)
         self.doc_ids = self.documents.doc_ids()
         self._offsets = self.documents.offsets()
+        self._texts = self.documents.path.open("rb")  # kept open: a later generation may take this one's place
         try:
             self.trie = Trie.load(self.generation / "trie.safetensors")
             self.engine = self._engine(device)
@@ -68,9 +73,7 @@ class Index:
             model = NCIModel.from_pretrained(folder, local_files_only=True)
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         needs_vectors = model.config.anchor != "none" or model.config.content
-        vectors = np.load(folder / "vectors.npy", mmap_mode="r", allow_pickle=False) if needs_vectors else None
-        # Content vectors and biases are inside the edge table; only unfolded search needs them again.
-        model.bind(self.trie, np.asarray(vectors, dtype=np.float32) if vectors is not None else None)
+        model.bind(self.trie, self.vectors() if needs_vectors else None)
         model.to(device).eval()
         edges = None
         if model.config.foldable:
@@ -83,7 +86,7 @@ class Index:
             tokenizer,
             edges=edges,
             lexical=lexical,
-            embedder=TextEncoder.load(folder / "embedder", device=device) if stored else None,
+            embedder=load_embedder(self.config, folder / "embedder", device) if stored else None,
             prompt=str(self.manifest.get("prompt", "")),
             max_length=self.config.pairs.max_length,
         )
@@ -174,34 +177,25 @@ class Index:
         return other
 
     def _untrained(self) -> Engine:
-        import torch
-
-        from nci.pipeline import make_model
-
         if self.config.model.encoder not in (None, self.config.embed.encoder):
             raise ConfigError("--system untrained: the query encoder's first weights are not part of this index")
-        encoder = TextEncoder.load(self.generation / "embedder")
-        trained = self.engine.model
-        torch.manual_seed(self.config.train.seed)
-        model = make_model(self.config, self.trie, trained.config.values, encoder, trained.config.d_content)
-        vectors = np.load(self.generation / "vectors.npy", mmap_mode="r", allow_pickle=False)
-        model.bind(self.trie, np.asarray(vectors, dtype=np.float32))
-        old = self.engine
-        settings = {
-            "lexical": old.lexical,
-            "embedder": old.embedder,
-            "prompt": old.prompt,
-            "max_length": old.max_length,
-        }
-        return Engine.for_model(model.to(trained.device), old.tokenizer, **settings)
+        encoder = load_embedder(self.config, self.generation / "embedder")
+        model = self.engine.model
+        vectors = self.vectors()
+        order = np.arange(len(self), dtype=np.int64)
+        lexical = self.engine.lexical
+        assembly = Assembly(self.config, self.trie, model.config.values, order, vectors, encoder, encoder, lexical)
+        return assembly.engine(assembly.model(device=str(model.device)))
+
+    def vectors(self) -> NDArray[np.float32]:
+        """Vectors of the documents, in the order of `doc_ids`: (documents, width)."""
+        return np.load(self.generation / "vectors.npy", mmap_mode="r", allow_pickle=False).astype(np.float32)
 
     def run(self, queries: Sequence[Query], k: int = 100, **options: Any) -> Run:
         """Rankings of many queries as {query id: {doc_id: score}}."""
         results = self.search([query.text for query in queries], k, **options)
-        return {
-            query.query_id: {hit.doc_id: hit.score for hit in hits}
-            for query, hits in zip(queries, results, strict=True)
-        }
+        pairs = zip(queries, results, strict=True)
+        return {query.query_id: {hit.doc_id: hit.score for hit in hits} for query, hits in pairs}
 
     @cached_property
     def _known(self) -> dict[str, int]:
@@ -210,9 +204,8 @@ class Index:
     def document(self, doc_id_or_number: str | int) -> dict[str, Any]:
         """One stored document with all its fields."""
         number = self._known[doc_id_or_number] if isinstance(doc_id_or_number, str) else doc_id_or_number
-        with self.documents.path.open("rb") as stream:
-            stream.seek(int(self._offsets[number]))
-            line = stream.read(int(self._offsets[number + 1] - self._offsets[number]))
+        start, stop = int(self._offsets[number]), int(self._offsets[number + 1])
+        line = os.pread(self._texts.fileno(), stop - start, start)
         return cast(dict[str, Any], json.loads(line))
 
     def _hit(self, rank: int, document: int, score: float) -> Hit:

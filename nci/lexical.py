@@ -8,6 +8,7 @@ Knows nothing of doc_ids: documents are row numbers here, in the order of the te
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -118,6 +119,8 @@ class LexicalScores:
             data, indices = np.zeros(0, np.float32), np.zeros(0, np.int32)
             indptr = np.zeros(1, np.int64)
         else:
+            # Where jax is installed bm25s starts it, and jax would take most of a GPU's memory for itself.
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
             try:
                 import bm25s  # type: ignore[import-untyped]
             except ImportError as error:

@@ -25,6 +25,8 @@ from nci.layers import Stack
 from nci.losses import consistency_loss, path_loss
 from nci.trie import Trie
 
+_CLOSED = -1e4  # the score of what a query may not choose
+
 
 class NCIConfig(PreTrainedConfig):  # type: ignore[misc]
     """Shape of the network; the switches are explained in `nci.config.ModelConfig`."""
@@ -96,9 +98,24 @@ class NCIOutput(ModelOutput):  # type: ignore[misc]
 class TreeTables(nn.Module):
     """The trie and the document vectors as buffers beside the weights; not part of the saved model."""
 
-    def __init__(self, trie: Trie, config: NCIConfig, vectors: NDArray[np.floating] | None) -> None:
+    def __init__(
+        self,
+        trie: Trie,
+        config: NCIConfig,
+        vectors: NDArray[np.floating] | None,
+        seen: NDArray[np.bool_] | None = None,
+    ) -> None:
         super().__init__()
         self.trie = trie
+        self.seen: Tensor | None  # (documents,) has a real training query
+        self.seen_nodes: Tensor | None  # (nodes,) has such a document below it
+        self.put("seen", seen, torch.bool)
+        counts = None if seen is None else np.concatenate([[0], np.cumsum(seen)])
+        self.put(
+            "seen_nodes",
+            None if counts is None else counts[trie.last_document] > counts[trie.first_document],
+            torch.bool,
+        )
         self.token: Tensor  # (nodes,) token on the edge into each node
         self.child_start: Tensor
         self.path_nodes: Tensor
@@ -187,11 +204,13 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
         elif isinstance(module, Head):
             module.reset()
 
-    def bind(self, trie: Trie, vectors: NDArray[np.floating] | None = None) -> None:
-        """Attach the tree and the document vectors (documents, width) in leaf order."""
+    def bind(
+        self, trie: Trie, vectors: NDArray[np.floating] | None = None, seen: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Attach the tree and, in leaf order, the document vectors (documents, width) and which documents are seen."""
         if self.config.normalise != "children":
             trie = trie.with_end_token(self.config.values)
-        self.tree = TreeTables(trie, self.config, vectors).to(self.device)
+        self.tree = TreeTables(trie, self.config, vectors, seen).to(self.device)
 
     @property
     def tables(self) -> TreeTables:
@@ -218,14 +237,23 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
         total: Tensor = scores + weight * lexical.float() if lexical is not None else scores
         return total
 
-    def anchors(self, query_vectors: Tensor | None, lexical: Tensor | None = None) -> Tensor | None:
-        """A_c(q) of every node: (batch, nodes); none where the model has no anchor."""
+    def anchors(
+        self, query_vectors: Tensor | None, lexical: Tensor | None = None, closed: Tensor | None = None
+    ) -> Tensor | None:
+        """A_c(q) of every node: (batch, nodes); none where the model has no anchor.
+
+        `closed` (batch,) marks queries that compete among the seen documents only.
+        """
         if self.anchor_weights is None:
             return None
         assert query_vectors is not None
         with torch.autocast(query_vectors.device.type, enabled=False):
             if self.tables.sum is not None:
-                return cast(Tensor, self.tables.sum(self.document_scores(query_vectors, lexical)))
+                scores = self.document_scores(query_vectors, lexical)
+                if closed is not None and self.tables.seen is not None:
+                    # Finite, so that a node without any seen document still has a gradient.
+                    scores = scores.masked_fill(closed.unsqueeze(1) & ~self.tables.seen, _CLOSED)
+                return cast(Tensor, self.tables.sum(scores))
             assert self.tables.means is not None
             kappa = self.anchor_weights.float()[0].exp()
             return self.tables.log_sizes + kappa * (query_vectors.float() @ self.tables.means.T)
@@ -274,6 +302,7 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
         level: int,
         anchors: Tensor | None = None,
         query: Tensor | None = None,
+        closed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """log p(child | q, prefix) of all children: (rows, fanout), with child nodes and which are real.
 
@@ -296,6 +325,8 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
         edges, child, real = self.child_edges(nodes, adapter, level)
         logits = _score(z, edges, owner).float()
         child, real = child[owner], real[owner]
+        if closed is not None and self.tables.seen_nodes is not None:
+            logits = logits.masked_fill(closed.unsqueeze(1) & ~self.tables.seen_nodes[child], _CLOSED)
         if self.head.bias is not None:
             logits = logits + self.head.bias[child]
         if anchors is not None:
@@ -310,6 +341,7 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
         documents: Tensor,
         query_vectors: Tensor | None,
         anchors: Tensor | None,
+        closed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """log p(r_i | q, prefix) along each row's path, the decoder states h_i, and which positions are in use."""
         nodes = self.tables.path_nodes[documents]  # (rows, positions + 1)
@@ -333,7 +365,9 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
                 distinct, owner = torch.unique(prefix[:, level], return_inverse=True)
                 first = _first(owner)
             adapter = a[group[first], level] if a is not None else None
-            log_probs, child, _ = self.child_log_probs(h[:, level], distinct, owner, adapter, level, anchors, rows)
+            log_probs, child, _ = self.child_log_probs(
+                h[:, level], distinct, owner, adapter, level, anchors, rows, closed
+            )
             slot = (target[:, level] - child[:, 0]).clamp(min=0)
             chosen = log_probs.gather(1, slot.unsqueeze(1)).squeeze(1)
             out.append(torch.where(real[:, level], chosen, 0.0))
@@ -348,6 +382,7 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
         encoder_states: Tensor | None = None,
         lexical: Tensor | None = None,
         weights: Tensor | None = None,
+        closed: Tensor | None = None,
     ) -> NCIOutput:
         """Loss of a batch of (query, document) pairs: -log p(d | q) + alpha x consistency.
 
@@ -356,6 +391,7 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
             encoder_states: Stored outputs of a frozen encoder, instead of `input_ids`.
             lexical: (rows, documents) normalised lexical scores in leaf order.
             weights: (rows,) weight of each pair.
+            closed: (rows,) real queries, for which documents without any query are no negatives.
         """
         assert attention_mask is not None and documents is not None
         rows = len(documents)
@@ -367,14 +403,16 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
             states, own_vectors = self.encode(input_ids.repeat(again, 1), attention_mask.repeat(again, 1))
             memories = self.memories(states)
             query_vectors = own_vectors if query_vectors is None else _repeat(query_vectors, again)
-            anchors = self.anchors(query_vectors, _repeat(lexical, again))
+            anchors = self.anchors(query_vectors, _repeat(lexical, again), _repeat(closed, again))
         else:  # nothing before the decoder differs between the passes
             memories = [(_repeat(k, again), _repeat(v, again)) for k, v in self.memories(encoder_states)]
-            anchors = _repeat(self.anchors(query_vectors, lexical), again)
+            anchors = _repeat(self.anchors(query_vectors, lexical, closed), again)
             query_vectors = _repeat(query_vectors, again)
         seen = attention_mask.repeat(again, 1)[:, None, None, :].bool()
         targets = documents.repeat(again)
-        log_probs, h, real = self.path_log_probs(memories, seen, targets, query_vectors, anchors)
+        log_probs, h, real = self.path_log_probs(
+            memories, seen, targets, query_vectors, anchors, _repeat(closed, again)
+        )
         weights = _repeat(weights, again)
         loss = fit = path_loss(log_probs, real, weights)
         consistency = None

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nci.config import Config
-from nci.encoders import TextEncoder, quiet
-from nci.lexical import LexicalScores
+from nci.assembly import Assembly
+from nci.encoders import quiet
 from nci.model import NCIModel
 from nci.search import fold
 from nci.tree import Tree
@@ -54,43 +53,38 @@ class DocumentFile:
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that goes into a generation."""
+    """Everything that goes into a generation; `documents` are in the order of the corpus."""
 
-    config: Config
     documents: DocumentFile
-    vectors: NDArray[np.floating]  # (documents, width) in the order of the corpus
     tree: Tree
-    trie: Trie
-    order: NDArray[np.int64]  # (documents,) the corpus row behind each leaf
+    assembly: Assembly
     model: NCIModel
-    tokenizer: Any
-    embedder: TextEncoder
-    prompt: str
-    lexical: LexicalScores | None
     report: Mapping[str, Any]
 
 
 def write_generation(folder: Path, parts: Parts) -> dict[str, object]:
     """Write all files and return the entries of the manifest."""
+    assembly, model = parts.assembly, parts.model
+    config, trie = assembly.config, assembly.trie
     with quiet():
-        parts.model.save_pretrained(folder)
-        parts.embedder.save(folder / "embedder")
-    parts.tokenizer.save_pretrained(folder)
-    parts.trie.save(folder / "trie.safetensors")
-    if parts.model.config.foldable:
-        fold(parts.model).save(folder / "edges.safetensors")
-    np.save(folder / "vectors.npy", np.asarray(parts.vectors, dtype=np.float16)[parts.order], allow_pickle=False)
-    np.save(folder / "centroids.npy", centroids_by_node(parts.trie, parts.tree), allow_pickle=False)
-    parts.documents.copy_in_order(folder, parts.order)
-    if parts.lexical is not None:
-        parts.lexical.save(folder / "lexical")
+        model.save_pretrained(folder)
+        assembly.embedder.save(folder / "embedder")
+    assembly.query_encoder.tokenizer.save_pretrained(folder)
+    trie.save(folder / "trie.safetensors")
+    if model.config.foldable:
+        fold(model).save(folder / "edges.safetensors")
+    np.save(folder / "vectors.npy", np.asarray(assembly.vectors, dtype=np.float16), allow_pickle=False)
+    np.save(folder / "centroids.npy", centroids_by_node(trie, parts.tree), allow_pickle=False)
+    parts.documents.copy_in_order(folder, assembly.order)
+    if assembly.lexical is not None:
+        assembly.lexical.save(folder / "lexical")
     (folder / "README.md").write_text(model_card(parts), encoding="utf-8")
     return {
-        "config": parts.config.to_dict(),
-        "seeds": {"tree": parts.config.tree.seed, "pairs": parts.config.pairs.seed, "train": parts.config.train.seed},
-        "counts": {"documents": parts.trie.documents, "nodes": parts.trie.nodes, "positions": parts.trie.positions},
+        "config": config.to_dict(),
+        "seeds": {"tree": config.tree.seed, "pairs": config.pairs.seed, "train": config.train.seed},
+        "counts": {"documents": trie.documents, "nodes": trie.nodes, "positions": trie.positions},
         "folded_through_seq": 0,
-        "prompt": parts.prompt,
+        "prompt": assembly.query_encoder.prompt("query"),
         "report": dict(parts.report),
     }
 
@@ -114,7 +108,7 @@ def centroids_by_node(trie: Trie, tree: Tree) -> NDArray[np.float32]:
 
 def model_card(parts: Parts) -> str:
     """A README for people who find the folder on the Hub."""
-    config, report = parts.config, parts.report
+    config, trie, report = parts.assembly.config, parts.assembly.trie, parts.report
     metrics = report.get("dev") or {}
     rows = "\n".join(f"| {name} | {100 * value:.2f} |" for name, value in metrics.items())
     table = f"\n## On `dev`\n| metric | % |\n|---|---|\n{rows}\n" if rows else ""
@@ -123,7 +117,7 @@ library_name: nci
 tags: [neural-corpus-indexer, generative-retrieval, information-retrieval]
 pipeline_tag: text-retrieval
 ---
-# A neural index of {parts.trie.documents:,} documents
+# A neural index of {trie.documents:,} documents
 
 One model is the index: it reads a query and writes the identifiers of the best documents.
 
@@ -135,7 +129,7 @@ for hit in index.search("a question", k=5):
 ```
 {table}
 ## How it was made
-- documents embedded by `{config.embed.encoder}`, tree of {parts.trie.nodes:,} nodes, {parts.trie.positions} positions,
+- documents embedded by `{config.embed.encoder}`, tree of {trie.nodes:,} nodes, {trie.positions} positions,
   k = {config.tree.k}, c = {config.tree.c}, ids {config.tree.ids}
 - decoder {config.model.decoder_layers} layers, head {config.model.head}, anchor {config.model.anchor}, score {config.model.score}
 - training: {config.train.epochs:g} epochs, {report.get("pairs", {})} pairs

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -69,14 +70,19 @@ def make_pairs(
     generated: Sequence[tuple[str, int]] = (),
 ) -> Iterator[Pair]:
     """All pairs in a fixed order: real queries, generated ones, then document pieces."""
-    for source, queries in ((0, real), (2, generated)):
-        if (config.real, config.span_share, config.generated)[source] > 0:
-            for text, document in queries:
-                yield Pair(text, document, source)
+    if config.real > 0:
+        for text, document in real:
+            yield Pair(text, document, SOURCES.index("real"))
+    if config.generated > 0:
+        used: Counter[int] = Counter()
+        for text, document in generated:
+            used[document] += 1
+            if used[document] <= config.generated_queries:
+                yield Pair(text, document, SOURCES.index("generated"))
     if config.span_share > 0:
         for number, item in enumerate(documents):
             for piece in document_pieces(item, config, number=number):
-                yield Pair(piece, number, 1)
+                yield Pair(piece, number, SOURCES.index("span"))
 
 
 def plan_batches(

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,10 +27,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from nci.config import TrainConfig
-from nci.encoders import quiet
+from nci.encoders import quiet, uses_bf16
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
-from nci.pairs import BatchPlan
+from nci.pairs import SOURCES, BatchPlan
 
 DevSearch = Callable[[NCIModel], dict[str, float]]
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
@@ -61,10 +61,11 @@ def train(
     model.config.alpha, model.config.tau = config.alpha, config.tau
     model.to(device)  # type: ignore[arg-type]
     model.encoder.requires_grad_(not config.freeze_encoder)
+    if config.freeze_embeddings:
+        cast(Any, model.encoder).get_input_embeddings().requires_grad_(False)
     states = EncoderStates.build(model, plan, out / "states") if config.freeze_encoder else None
     world = int(os.environ.get("WORLD_SIZE", "1"))
     steps = max(1, len(plan) // (config.accumulation * world))
-    use_bf16 = config.precision == "bf16" or (config.precision == "auto" and device.startswith("cuda"))
     arguments = TrainingArguments(
         output_dir=str(out),
         max_steps=steps,
@@ -75,7 +76,7 @@ def train(
         learning_rate=config.decoder_lr,
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
-        bf16=use_bf16,
+        bf16=uses_bf16(config.precision, device),
         use_cpu=device == "cpu",
         seed=config.seed,
         logging_steps=max(1, steps // 50),
@@ -136,7 +137,7 @@ class EncoderStates:
             return cls(folder)
         folder.mkdir(parents=True, exist_ok=True)
         model.eval()
-        width = int(model.config.encoder["hidden_size"])
+        width = int(cast(Any, model.encoder).config.hidden_size)
         states = np.lib.format.open_memmap(
             folder / "states.npy", mode="w+", dtype=np.float16, shape=(int(plan.starts[-1]), width)
         )
@@ -185,6 +186,7 @@ class PlanDataset(Dataset[dict[str, Tensor]]):
         plan, pairs = self.plan, self.plan.rows(item)
         batch = {"documents": torch.as_tensor(self.leaf_of_document[plan.documents[pairs]]).long()}
         ids, batch["attention_mask"] = _padded([plan.pair_tokens(p) for p in pairs], self.pad)
+        batch["closed"] = torch.as_tensor(np.asarray(plan.sources[pairs]) == SOURCES.index("real"))
         if self.states is None:
             batch["input_ids"] = ids
         else:
@@ -234,11 +236,10 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
                     rate = self.rates.encoder_lr if name.startswith("encoder.") else self.rates.decoder_lr
                     decay = self.rates.weight_decay if parameter.ndim > 1 else 0.0
                     groups.setdefault((rate, decay), []).append(parameter)
-            fused = next(self.model.parameters()).is_cuda
             self.optimizer = torch.optim.AdamW(
                 [{"params": p, "lr": rate, "weight_decay": decay} for (rate, decay), p in groups.items()],
                 betas=(0.9, 0.98),
-                fused=fused,
+                fused=True,
             )
         return self.optimizer
 

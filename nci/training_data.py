@@ -1,0 +1,88 @@
+"""Queries of a data set or of the caller -> pairs with corpus rows: what to train on, and what to select by. No torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nci.corpus import Dataset
+from nci.errors import DataError
+from nci.records import Query
+
+log = logging.getLogger("nci")
+
+TrainingQueries = Sequence[tuple[str, str]]
+"""Pairs of a query and the doc_id it should find."""
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Everything with queries in it; documents are rows of the corpus."""
+
+    real: list[tuple[str, int]] = field(default_factory=list)
+    generated: list[tuple[str, int]] = field(default_factory=list)
+    dev: list[tuple[Query, list[int]]] = field(default_factory=list)
+
+    @property
+    def seen_rows(self) -> list[int]:
+        """Documents with at least one real query."""
+        return sorted({row for _, row in self.real})
+
+
+def training_data(
+    dataset: Dataset | None,
+    rows: Mapping[str, int],
+    *,
+    queries: TrainingQueries | None = None,
+    generated: TrainingQueries = (),
+    dev_queries: int,
+    skip_unknown: bool,
+) -> TrainingData:
+    """Real queries from the caller, else from `qrels/train.tsv`; dev queries from `qrels/dev.tsv`.
+
+    Args:
+        rows: Corpus row of each doc_id.
+        skip_unknown: Leave out queries whose document is not in the corpus, instead of refusing them.
+    """
+    splits = dataset.splits() if dataset is not None else []
+    dropped = 0
+
+    def row(doc_id: str, where: str) -> int | None:
+        nonlocal dropped
+        if doc_id not in rows:
+            if not skip_unknown:
+                todo = "put it there, or leave such queries out with --on-error skip"
+                raise DataError(f'{where} names the document "{doc_id}", which is not in the corpus; {todo}')
+            dropped += 1
+        return rows.get(doc_id)
+
+    def known(pairs: TrainingQueries, where: str) -> list[tuple[str, int]]:
+        return [(text, found) for text, doc_id in pairs if (found := row(doc_id, where)) is not None]
+
+    def judged(split: str) -> list[tuple[Query, list[int]]]:
+        if dataset is None or split not in splits:
+            return []
+        found, qrels = dataset.split(split)
+        where = f"qrels/{split}.tsv"
+        judged = [
+            (
+                query,
+                [
+                    r
+                    for doc_id, grade in qrels[query.query_id].items()
+                    if grade > 0 and (r := row(doc_id, where)) is not None
+                ],
+            )
+            for query in found
+        ]
+        return [(query, relevant) for query, relevant in judged if relevant]
+
+    if queries is not None:
+        real = known(queries, "a training query")
+    else:
+        real = [(query.text, relevant_row) for query, relevant in judged("train") for relevant_row in relevant]
+    data = TrainingData(real, known(generated, "a generated query"), judged("dev")[:dev_queries])
+    if dropped:
+        log.warning("%d judgements name documents that are not in the corpus: left out", dropped)
+    return data
