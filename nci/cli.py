@@ -14,179 +14,20 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nci import __version__
-from nci.config import (
-    Config,
-    CorpusConfig,
-    EmbedConfig,
-    ModelConfig,
-    PairsConfig,
-    SearchConfig,
-    TrainConfig,
-    TreeConfig,
-    presets,
-)
+from nci import __version__, parsers
+from nci.config import Config
 from nci.errors import ConfigError, NciError
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser, Namespace
+    from jsonargparse import Namespace
 
     from nci.index import Hits, Index
 
-SECTIONS: dict[str, type] = {
-    "corpus": CorpusConfig,
-    "embed": EmbedConfig,
-    "tree": TreeConfig,
-    "pairs": PairsConfig,
-    "model": ModelConfig,
-    "train": TrainConfig,
-    "search": SearchConfig,
-}
 log = logging.getLogger("nci")
 
 
-# ---- parsers
-
-
-def _parser(description: str) -> ArgumentParser:
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(description=description, default_env=False)
-    parser.add_argument("--quiet", action="store_true", help="No progress and no log lines.")
-    return parser
-
-
-def _index_parser(argv: Sequence[str]) -> ArgumentParser:
-    parser = _parser(
-        "Index a corpus: embed, cluster into a tree, train, publish. A killed run is resumed by the same command."
-    )
-    parser.add_argument(
-        "corpus_source",
-        metavar="CORPUS",
-        help="BEIR folder, .jsonl(.gz), .csv, .tsv, .txt, a folder of .txt/.md, irds:ID.",
-    )
-    parser.add_argument("-o", "--out", metavar="DIR", required=True, help="Folder of the index.")
-    parser.add_argument(
-        "--preset",
-        metavar="NAME",
-        default=None,
-        help=f"Settings to start from: {', '.join(presets())}; fast without a GPU, default with one.",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", default=None, help="A YAML file of settings, of the form of the presets."
-    )
-    parser.add_argument("--print_config", action="store_true", help="Print the settings that would be used, and stop.")
-    parser.add_argument("--engine", default="local", help="Where shards are worked on.")
-    parser.add_argument("--device", default=None, help="cpu or cuda; a GPU is used where there is one.")
-    parser.add_argument("--on-error", default=None, help="What to do with a bad line: fail (default) or skip.")
-    parser.add_argument("--id-field", default=None, help="Column of the ids.")
-    parser.add_argument("--title-field", default=None, help="Column of the titles.")
-    parser.add_argument("--text-fields", default=None, help="Columns joined to the text, separated by commas.")
-    for name, section in SECTIONS.items():
-        parser.add_class_arguments(section, name)
-    start = _start_settings(argv).to_dict()
-    parser.set_defaults({f"{name}.{key}": value for name, values in start.items() for key, value in values.items()})
-    return parser
-
-
-def _start_settings(argv: Sequence[str]) -> Config:
-    """The preset or file named in the arguments: its values become the defaults that --section.field changes."""
-    chosen: dict[str, str] = {}
-    for place, word in enumerate(argv):
-        for flag in ("--preset", "--config"):
-            if word == flag and place + 1 < len(argv):
-                chosen[flag] = argv[place + 1]
-            elif word.startswith(f"{flag}="):
-                chosen[flag] = word.split("=", 1)[1]
-    if len(chosen) == 2:
-        raise ConfigError("--preset and --config exclude each other: a settings file says everything itself")
-    if "--config" in chosen and not chosen["--config"].endswith((".yaml", ".yml")):
-        raise ConfigError(
-            f"--config {chosen['--config']}: expected a .yaml file; shipped settings are chosen with --preset"
-        )
-    return Config.preset(next(iter(chosen.values()), None) or default_preset(argv))
-
-
-def default_preset(argv: Sequence[str] = ()) -> str:
-    """`default` where there is a GPU, `fast` where there is none; does not import torch to find out."""
-    on_cpu = any(word == "cpu" or word == "--device=cpu" for word in argv)
-    return "default" if Path("/proc/driver/nvidia/version").exists() and not on_cpu else "fast"
-
-
-def _search_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--beam", type=int | None, default=None, help="Prefixes kept per level; the index's own setting by default."
-    )
-    parser.add_argument(
-        "--length-penalty", type=float | None, default=None, help="Scores are log p / (digits + 1) ** this."
-    )
-    parser.add_argument("--unconstrained", action="store_true", help="Do not use the tree (the paper's ablation).")
-    parser.add_argument(
-        "--merge", default="rrf", help="How several indexes are merged: rrf, or paper (sum of 1 / (rank / 5 + 1))."
-    )
-    parser.add_argument("--device", default="cpu", help="cpu or cuda.")
-    parser.add_argument("--paranoid", action="store_true", help="Check every byte of the index before use.")
-    parser.add_argument("--json", metavar="FILE", default=None, help="Write one JSON object; - is standard output.")
-
-
-def _search_parser(argv: Sequence[str]) -> ArgumentParser:
-    parser = _parser("Search one index, or several as an ensemble.")
-    parser.add_argument(
-        "words", metavar="INDEX... QUERY", nargs="+", help="One or more index folders (or Hub names), then the query."
-    )
-    parser.add_argument("-k", type=int, default=10, help="Hits to return.")
-    parser.add_argument(
-        "--queries", metavar="FILE", default=None, help="Many queries: queries.jsonl, .tsv or .txt; then no QUERY."
-    )
-    parser.add_argument("--run", metavar="FILE", default=None, help="Write a TREC run (with --queries).")
-    parser.add_argument("--explain", action="store_true", help="Show how the probability of each hit came about.")
-    _search_options(parser)
-    return parser
-
-
-def _evaluate_parser(argv: Sequence[str]) -> ArgumentParser:
-    parser = _parser("Search the queries of a data set and print metrics.")
-    parser.add_argument(
-        "words", metavar="INDEX... DATA", nargs="+", help="One or more index folders, then a BEIR folder."
-    )
-    parser.add_argument("--split", default="test", help="Which qrels file: qrels/SPLIT.tsv.")
-    parser.add_argument("--metrics", default="R@1,R@10,R@100,RR@100", help="ir-measures names, separated by commas.")
-    parser.add_argument("-k", type=int, default=100, help="Depth of the rankings.")
-    parser.add_argument("--run", metavar="FILE", default=None, help="Write the rankings as a TREC run.")
-    parser.add_argument(
-        "--system", default="trained", help="trained, untrained, or zeroed (trained, generative part left out)."
-    )
-    _search_options(parser)
-    return parser
-
-
-def _verify_parser(argv: Sequence[str]) -> ArgumentParser:
-    parser = _parser(
-        "Check an index: level 1 every byte against its checksum, level 2 also that the parts fit together."
-    )
-    parser.add_argument("index", metavar="INDEX")
-    parser.add_argument("--level", type=int, default=2, help="1 or 2.")
-    parser.add_argument("--json", metavar="FILE", default=None, help="Write one JSON object; - is standard output.")
-    return parser
-
-
-def _demo_parser(argv: Sequence[str]) -> ArgumentParser:
-    parser = _parser(
-        "Index the documentation of the Python standard library on this machine, compare with BM25 and dense search."
-    )
-    parser.add_argument("-o", "--out", metavar="DIR", default="demo", help="Folder for data and index.")
-    parser.add_argument("--preset", default="fast", help=f"Settings: {', '.join(presets())}.")
-    parser.add_argument("--limit", type=int | None, default=None, help="Only so many entries, for a quick look.")
-    parser.add_argument("--device", default=None, help="cpu or cuda; a GPU is used where there is one.")
-    parser.add_argument("--json", metavar="FILE", default=None, help="Write one JSON object; - is standard output.")
-    return parser
-
-
-# ---- commands
-
-
 def index(args: Namespace) -> int:
-    sections = {name: getattr(args, name) for name in SECTIONS}
+    sections = {name: getattr(args, name) for name in parsers.SECTIONS}
     values = {name: {key: getattr(section, key) for key in vars(section)} for name, section in sections.items()}
     flags = {"on_error": args.on_error, "id_field": args.id_field, "title_field": args.title_field}
     values["corpus"] |= {name: value for name, value in flags.items() if value is not None}
@@ -312,11 +153,11 @@ def demo(args: Namespace) -> int:
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], Any], Callable[[Any], int]]] = {
-    "demo": ("index the documentation of Python's standard library, evaluate, search", _demo_parser, demo),
-    "index": ("make an index of a corpus", _index_parser, index),
-    "search": ("search an index, or several as an ensemble", _search_parser, search),
-    "evaluate": ("metrics on the queries of a data set", _evaluate_parser, evaluate),
-    "verify": ("check that an index is whole", _verify_parser, verify),
+    "demo": ("index the documentation of Python's standard library, evaluate, search", parsers.demo, demo),
+    "index": ("make an index of a corpus", parsers.index, index),
+    "search": ("search an index, or several as an ensemble", parsers.search, search),
+    "evaluate": ("metrics on the queries of a data set", parsers.evaluate, evaluate),
+    "verify": ("check that an index is whole", parsers.verify, verify),
 }
 
 HELP = f"""usage: nci COMMAND ...

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from nci.config import EmbedConfig, content_key
-from nci.encoders import ENCODER_FILES, TextEncoder, fetch_encoder, uses_bf16
+from nci.encoders import ENCODER_FILES, TextEncoder, fetch_encoder
 from nci.errors import DataError
 from nci.records import Document
+from nci.runtime import uses_bf16
 from nci.shards import Arrays, Shard, check_engine, map_shards, read_shard, rename_durably, report
 
 VERSION = 1

@@ -14,7 +14,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,9 +26,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING
-from transformers.utils import logging as transformers_logging
 
 from nci.errors import ConfigError, MissingModelError, MissingPackageError
+from nci.runtime import quiet
 
 MINILM_HUB = "sentence-transformers/all-MiniLM-L6-v2"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -84,13 +83,6 @@ def fetch_encoder(name: str | Path) -> Path:
     except Exception as error:  # every HTTP library beneath has errors of its own
         advice = f"encoder {found!r}: no such folder here, and the Hub did not give it; check the name and the network"
         raise MissingModelError(INSTALL_MINILM if found == MINILM_HUB else advice) from error
-
-
-def uses_bf16(precision: Literal["auto", "fp32", "bf16"], device: str) -> bool:
-    """Whether to compute in bf16: on a GPU, and on a CPU that has instructions for it, unless told otherwise."""
-    if precision == "auto":
-        return device.startswith("cuda") or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return precision == "bf16"
 
 
 def pool_tokens(hidden: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:
@@ -389,19 +381,3 @@ def _read_pooling(folder: Path) -> Pooling | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_bytes())) if path.is_file() else {}
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No bars and tables from transformers while it loads or saves."""
-    # transformers draws a bar and prints a table of unused weights for every load; what matters of it is checked here
-    logging: Any = transformers_logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

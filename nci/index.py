@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from nci import store
 from nci.assembly import Assembly
 from nci.config import Config
-from nci.encoders import quiet
 from nci.errors import ConfigError, IndexCorruptError, NciError
 from nci.fuse import merge_hits
 from nci.lexical import LexicalScores
@@ -25,6 +24,7 @@ from nci.pack import DocumentFile
 from nci.pipeline import Corpus, load_embedder
 from nci.pipeline import build as build_index
 from nci.records import Hit, Query, Run
+from nci.runtime import quiet
 from nci.search import EdgeTable, Engine
 from nci.search.engine import Mode
 from nci.training_data import TrainingQueries
@@ -189,7 +189,8 @@ class Index:
 
     def vectors(self) -> NDArray[np.float32]:
         """Vectors of the documents, in the order of `doc_ids`: (documents, width)."""
-        return np.load(self.generation / "vectors.npy", mmap_mode="r", allow_pickle=False).astype(np.float32)
+        stored: NDArray[np.float16] = np.load(self.generation / "vectors.npy", mmap_mode="r", allow_pickle=False)
+        return stored.astype(np.float32)
 
     def run(self, queries: Sequence[Query], k: int = 100, **options: Any) -> Run:
         """Rankings of many queries as {query id: {doc_id: score}}."""

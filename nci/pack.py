@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nci.assembly import Assembly
-from nci.encoders import quiet
 from nci.model import NCIModel
+from nci.runtime import quiet
 from nci.search import fold
 from nci.tree import Tree
 from nci.trie import Trie

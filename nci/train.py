@@ -27,10 +27,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from nci.config import TrainConfig
-from nci.encoders import quiet, uses_bf16
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.pairs import SOURCES, BatchPlan
+from nci.runtime import quiet, uses_bf16
 
 DevSearch = Callable[[NCIModel], dict[str, float]]
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
