@@ -1,6 +1,8 @@
 # Every target explains itself: make help
 VENV ?= .venv
 PYTHON ?= python3
+# With a GPU choose your own build: make install TORCH="torch==2.11.0"
+TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Two OpenMP threads that spin on shared cores collapse; sleeping ones do not.
@@ -12,11 +14,11 @@ help: ## Show this list
 
 install: $(STAMP) ## Make a virtual environment in .venv with everything in it
 
-# The CPU build of PyTorch first and alone, so that nothing pulls a CUDA build in its place.
+# PyTorch first and alone, so that nothing else chooses its build.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 

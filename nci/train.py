@@ -98,7 +98,8 @@ def train(
     trainer.remove_callback(PrinterCallback)
     resume = last_checkpoint(out)
     trainer.add_callback(Curve(trainer, out, config, steps, dev, resumed=resume))
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    with quiet():
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     if trainer.is_world_process_zero():
         if not (out / "best").exists():
             _keep_best(model, out, step=steps, metrics={})

@@ -234,9 +234,21 @@ class Naive:
         self.states: Floats = np.zeros((0, 0))
         self.query: Floats = np.zeros(0)
         self.lexical: Floats | None = None
+        self.among: set[int] = set()
 
-    def read(self, states: Tensor, seen: Tensor, query: Tensor, lexical: Tensor | None = None) -> Naive:
-        """Take one query: encoder states (tokens, width), mask (tokens,), vector (width,), lexical (documents,)."""
+    def read(
+        self,
+        states: Tensor,
+        seen: Tensor,
+        query: Tensor,
+        lexical: Tensor | None = None,
+        among: Iterable[int] | None = None,
+    ) -> Naive:
+        """Take one query: encoder states (tokens, width), mask (tokens,), vector (width,), lexical (documents,).
+
+        `among` are the documents it competes for, where these are not all.
+        """
+        self.among = set(range(len(self.ids)) if among is None else among)
         self.states = states.detach().double().numpy()[seen.numpy().astype(bool)]
         self.query = query.detach().double().numpy()
         self.lexical = None if lexical is None else lexical.double().numpy()
@@ -335,7 +347,7 @@ class Naive:
         if self.config.anchor == "mean":
             return math.log(len(below)) + float(kappa * self.query @ self.vectors[below].mean(axis=0))
         total = 0.0
-        for number in below:
+        for number in self.among.intersection(below):
             extra = 0.0 if self.lexical is None else float(lexical * self.lexical[number])
             total += math.exp(float(kappa * self.query @ self.vectors[number]) + extra)
         return math.log(total)
@@ -356,6 +368,8 @@ class Naive:
         logits = {}
         for value in sorted({path[len(digits)] for path in self.ids if path[: len(digits)] == digits}):
             child = (*digits, value)
+            if self.among.isdisjoint(self.below(child)):
+                continue
             edge = self.w(self.token(len(digits), value), a)
             if self.config.content:
                 assert self.vectors is not None

@@ -110,7 +110,7 @@ def test_from_files_to_hits(ok: Callable[..., str], run: Nci, encoder: Path, bei
     assert "ready" in err
     assert f'nci search {out} "..."' in err
     config = Index(out).config
-    assert config.train.freeze_encoder == Config.preset("fast").train.freeze_encoder, "flags change the preset"
+    assert config.train.alpha == Config.preset("fast").train.alpha, "flags change the preset"
     assert config.tree.k == 4
     hits = ok("search", out, QUERY, "-k", 3)
     lines = hits.splitlines()

@@ -16,6 +16,8 @@ from scipy.special import log_softmax
 from torch import Tensor
 
 from nci.anchors import node_means
+from nci.config import Config, EmbedConfig, ModelConfig
+from nci.errors import ConfigError
 from nci.losses import consistency_loss
 from nci.model import NCIConfig, NCIModel
 from nci.records import SemanticId
@@ -34,13 +36,15 @@ DOCUMENTS = torch.tensor([4, 6, 1])  # ids of three, one and three digits
 MIXED = torch.tensor([6, 2, 6])
 
 
-def step_log_probs(model: NCIModel, batch: Batch, documents: Tensor, lexical: Tensor | None = None) -> NDArray[Any]:
+def step_log_probs(
+    model: NCIModel, batch: Batch, documents: Tensor, lexical: Tensor | None = None, closed: Tensor | None = None
+) -> NDArray[Any]:
     """log p of every step of each row's own id: (rows, positions), zero where the id has ended."""
     with torch.no_grad():
         states, vectors = model.encode(**batch)
         mask = batch["attention_mask"][:, None, None, :].bool()
-        anchors = model.anchors(vectors, lexical)
-        log_probs, _, _ = model.path_log_probs(model.memories(states), mask, documents, vectors, anchors)
+        anchors = model.anchors(vectors, lexical, closed)
+        log_probs, _, _ = model.path_log_probs(model.memories(states), mask, documents, vectors, anchors, closed)
     return log_probs.numpy()
 
 
@@ -496,6 +500,88 @@ def test_given_query_vectors_stand_behind_the_anchor(make_model: MakeModel, batc
         out = model(**batch, documents=DOCUMENTS, query_vectors=vectors)
         wanted = model.document_scores(vectors).log_softmax(1)[torch.arange(3), DOCUMENTS]
     np.testing.assert_allclose(out.log_probs, wanted, atol=1e-4)
+
+
+def test_a_query_start_beside_stored_vectors_of_another_width(
+    make_model: MakeModel, batch: Batch, trie: Trie, unit_vectors: Vectors
+) -> None:
+    """Settings that name two encoders are refused, or the adapter starts from the one that the model holds."""
+    try:
+        Config(
+            embed=EmbedConfig(encoder="wide"),
+            model=ModelConfig(encoder="narrow", query_vector="stored", adapter_start="query"),
+        )
+    except ConfigError:
+        return
+    model = make_model(anchor="exact", adapter_start="query", d_content=24)
+    model.bind(trie, unit_vectors(trie.documents, 24))
+    stored = torch.tensor(unit_vectors(3, 24, seed=8))
+    with torch.no_grad():
+        out = model(**batch, documents=DOCUMENTS, query_vectors=stored)
+    assert torch.isfinite(out.loss)
+
+
+# Documents 0, 1 (a whole cluster), 6 (a leaf below the root), 9 and 10 (a cluster) have no query.
+SEEN = np.array([False, False, True, True, False, True, False, True, True, False, False])
+
+
+@pytest.mark.parametrize("anchor", ["none", "mean", "exact", "exact+lexical"])
+@pytest.mark.parametrize("adapter_start", ["learned", "query"])
+def test_closed_queries_compete_among_seen_documents_only(
+    make_model: MakeModel,
+    naive: MakeNaive,
+    paths: list[SemanticId],
+    batch: Batch,
+    trie: Trie,
+    unit_vectors: Vectors,
+    anchor: str,
+    adapter_start: str,
+) -> None:
+    model = make_model(
+        anchor=anchor.removesuffix("+lexical"), adapter_start=adapter_start, content=True, edge_bias=True
+    )
+    model.bind(trie, unit_vectors(), SEEN)
+    lexical = torch.rand(3, len(paths)) if anchor.endswith("lexical") else None
+    documents, closed = torch.tensor([3, 8, 5]), torch.tensor([True, True, False])
+    found = step_log_probs(model, batch, documents, lexical, closed)
+    reference = naive(model, paths, unit_vectors())
+    with torch.no_grad():
+        states, query = model.encode(**batch)
+        loss = model(**batch, documents=documents, lexical=lexical, closed=closed).loss
+    for row, document in enumerate(documents.tolist()):
+        reference.read(
+            states[row],
+            batch["attention_mask"][row],
+            query[row],
+            None if lexical is None else lexical[row],
+            np.flatnonzero(SEEN).tolist() if closed[row] else None,
+        )
+        steps = reference.steps(paths[document])
+        np.testing.assert_allclose(found[row, : len(steps)], steps, atol=2e-4)
+    assert float(loss) == pytest.approx(-found.sum() / 3, abs=1e-4)
+
+
+@pytest.mark.parametrize("anchor", ["none", "exact"])
+def test_closed_queries_give_unseen_documents_no_gradient(
+    make_model: MakeModel, batch: Batch, trie: Trie, unit_vectors: Vectors, anchor: str
+) -> None:
+    model = make_model(anchor=anchor, edge_bias=True, alpha=0.5, dropout=0.1)
+    model.bind(trie, unit_vectors(), SEEN)
+    model.train()(**batch, documents=torch.tensor([2, 3, 7]), closed=torch.ones(3, dtype=torch.bool)).loss.backward()
+    assert model.head.bias is not None
+    assert model.head.bias.grad is not None
+    assert torch.isfinite(model.head.bias.grad).all()
+    for node in range(1, trie.nodes):
+        if not SEEN[trie.first_document[node] : trie.last_document[node]].any():
+            assert model.head.bias.grad[node] == 0
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_closed_means_nothing_where_all_documents_count_as_seen(make_model: MakeModel, batch: Batch) -> None:
+    model = make_model(anchor="exact")
+    closed = torch.ones(3, dtype=torch.bool)
+    one, two = step_log_probs(model, batch, DOCUMENTS), step_log_probs(model, batch, DOCUMENTS, closed=closed)
+    np.testing.assert_array_equal(one, two)
 
 
 @pytest.mark.parametrize("normalise", ["children", "position", "vocabulary"])

@@ -20,6 +20,7 @@ from nci.config import Config
 from nci.errors import ConfigError, DataError, NciError
 from nci.index import Index
 from nci.pipeline import build
+from nci.plots import learning_curve
 from nci.records import Document
 from nci.trie import Trie
 
@@ -47,6 +48,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory, encoder: Path, beir: Path
 @pytest.fixture
 def index(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "my.index"))
+
+
+@pytest.fixture(autouse=True)
+def pictures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, Path]]:
+    """What would have been drawn: a picture takes as long as the rest of a tiny build."""
+    asked: list[tuple[Path, Path]] = []
+    monkeypatch.setattr(pipeline, "learning_curve", lambda *paths: asked.append(paths))
+    return asked
 
 
 Spy = Callable[[], dict[str, str]]
@@ -84,7 +93,9 @@ def report(generation: Path) -> dict[str, Any]:
 # The whole way
 
 
-def test_a_beir_folder_becomes_an_index(encoder: Path, beir: Path, tmp_path: Path, done: Spy) -> None:
+def test_a_beir_folder_becomes_an_index(
+    encoder: Path, beir: Path, tmp_path: Path, done: Spy, pictures: list[tuple[Path, Path]]
+) -> None:
     out = tmp_path / "my.index"
     generation = build(beir, out, tiny_config(encoder))
     assert generation == store.resolve(out) == out / "generation-000001"
@@ -99,7 +110,14 @@ def test_a_beir_folder_becomes_an_index(encoder: Path, beir: Path, tmp_path: Pat
     assert not list((out / "build").glob("train-*")), "checkpoints go after publishing"
     with (out / "reports" / "curve.csv").open(newline="") as stream:
         assert {"step", "loss", "R@1"} <= set(next(csv.DictReader(stream)))
-    assert index.search("item0 apple", k=1)[0].doc_id == "d0"
+    assert pictures == [(out / "reports" / "curve.csv", out / "reports" / "curve.png")]
+    pytest.importorskip("matplotlib")
+    assert learning_curve(*pictures[0])
+    assert pictures[0][1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_index_finds_a_document_by_its_name(finished: Path) -> None:
+    assert Index(finished).search("item0 apple", k=1)[0].doc_id == "d0"
 
 
 def test_vectors_documents_and_ids_are_in_leaf_order(finished: Path) -> None:

@@ -121,7 +121,7 @@ def test_the_curve_shows_warmup_and_decay_of_the_decoder_s_rate(workshop: Worksh
 
 
 def test_the_loss_falls(tmp_path: Path, encoder: Path) -> None:
-    workshop = make_workshop(tmp_path, encoder, train={"epochs": 4}, model={"anchor": "none"})
+    workshop = make_workshop(tmp_path, encoder, train={"epochs": 3}, model={"anchor": "none"})
     before = loss_of(workshop)
     run(workshop, tmp_path / "out", alpha=0.0)
     losses = [float(row["loss"]) for row in curve(tmp_path / "out") if row["loss"]]
@@ -356,6 +356,14 @@ def fresh(ready: Workshop) -> Workshop:
     return Workshop(copy.deepcopy(ready.model), ready.plan, ready.leaf_of_document, ready.lexical, ready.config)
 
 
+@pytest.fixture(scope="module")
+def whole(ready: Workshop, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """How a training ends that nobody interrupts."""
+    out = tmp_path_factory.mktemp("whole")
+    run(fresh(ready), out)
+    return end_of(out)
+
+
 def interrupted(ready: Workshop, out: Path, killer: list[int], *stops: int, dev: Any = None, **changes: Any) -> None:
     for stop in stops:
         killer[:] = [stop]
@@ -375,7 +383,7 @@ def test_resumed_training_ends_with_the_same_bits(
 
 
 def test_a_resume_at_the_wrong_batch_ends_with_other_bits(
-    ready: Workshop, tmp_path: Path, killer: list[int], monkeypatch: pytest.MonkeyPatch
+    ready: Workshop, whole: str, tmp_path: Path, killer: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison of the tests around this one would notice a plan that goes on one item too late."""
 
@@ -383,27 +391,24 @@ def test_a_resume_at_the_wrong_batch_ends_with_other_bits(
         def __iter__(self) -> Iterator[int]:
             return iter([*range(1, len(self.data_source)), 0])
 
-    run(fresh(ready), tmp_path / "whole")
     interrupted(ready, tmp_path / "broken", killer, 5)
     monkeypatch.setattr(PlanTrainer, "_get_train_sampler", lambda self, *_: Late(self.train_dataset))
     run(fresh(ready), tmp_path / "broken")
-    assert end_of(tmp_path / "broken") != end_of(tmp_path / "whole")
+    assert end_of(tmp_path / "broken") != whole
 
 
 def test_a_resume_without_the_optimiser_s_state_ends_with_other_bits(
-    ready: Workshop, tmp_path: Path, killer: list[int], monkeypatch: pytest.MonkeyPatch
+    ready: Workshop, whole: str, tmp_path: Path, killer: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(fresh(ready), tmp_path / "whole")
     interrupted(ready, tmp_path / "broken", killer, 5)
     monkeypatch.setattr(PlanTrainer, "_load_optimizer_and_scheduler", lambda *_: None)
     run(fresh(ready), tmp_path / "broken")
-    assert end_of(tmp_path / "broken") != end_of(tmp_path / "whole")
+    assert end_of(tmp_path / "broken") != whole
 
 
 def test_a_checkpoint_without_its_marker_is_ignored_and_removed(
-    ready: Workshop, tmp_path: Path, killer: list[int]
+    ready: Workshop, whole: str, tmp_path: Path, killer: list[int]
 ) -> None:
-    run(fresh(ready), tmp_path / "whole")
     out = tmp_path / "broken"
     interrupted(ready, out, killer, 5)
     assert last_checkpoint(out) == out / "checkpoint-5"
@@ -414,17 +419,16 @@ def test_a_checkpoint_without_its_marker_is_ignored_and_removed(
     assert last_checkpoint(out) == out / "checkpoint-4"
     assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-4"]
     run(fresh(ready), out)
-    assert end_of(out) == end_of(tmp_path / "whole")
+    assert end_of(out) == whole
 
 
-def test_no_complete_checkpoint_means_a_new_start(ready: Workshop, tmp_path: Path) -> None:
+def test_no_complete_checkpoint_means_a_new_start(ready: Workshop, whole: str, tmp_path: Path) -> None:
     out = tmp_path / "broken"
     (out / "checkpoint-3").mkdir(parents=True)
     assert last_checkpoint(out) is None
     assert not (out / "checkpoint-3").exists()
-    run(fresh(ready), tmp_path / "whole")
     run(fresh(ready), out)
-    assert end_of(out) == end_of(tmp_path / "whole")
+    assert end_of(out) == whole
 
 
 def test_checkpoints_are_ordered_by_number_and_few(ready: Workshop, tmp_path: Path, killer: list[int]) -> None:

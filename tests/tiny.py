@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import gc
 import json
 import os
 import random
@@ -26,11 +27,12 @@ from tokenizers.processors import TemplateProcessing
 import nci
 from nci.assembly import Assembly
 from nci.config import Config
-from nci.encoders import TextEncoder, quiet
+from nci.encoders import TextEncoder
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.pairs import BatchPlan, make_pairs, write_plan
 from nci.records import Document
+from nci.runtime import quiet
 from nci.tree import build_tree
 from nci.trie import Trie
 
@@ -44,6 +46,10 @@ TOPICS = {
     "kitchen": ["oven", "bread", "flour", "knife", "recipe", "soup", "salt", "butter"],
     "law": ["court", "judge", "verdict", "appeal", "statute", "witness", "jury", "trial"],
 }
+# Every training ends with a full collection, which takes longer than the training where it walks over torch itself.
+gc.collect()
+gc.freeze()
+
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 PER_TOPIC = 10
 WIDTH = 32
@@ -151,10 +157,10 @@ def make_beir(folder: Path, documents: list[Document] | None = None) -> Path:
     return folder
 
 
-def tiny_config(encoder: Path | str, **changes: Mapping[str, object]) -> Config:
+def tiny_values(encoder: Path | str, **changes: Mapping[str, object]) -> dict[str, dict[str, object]]:
     """Settings for seconds of work; `changes` are merged into the sections of the same name."""
     values: dict[str, dict[str, object]] = {
-        "embed": {"encoder": str(encoder), "max_length": 48, "shard_size": 25},
+        "embed": {"encoder": str(encoder), "max_length": 48, "shard_size": 25, "precision": "fp32"},
         "tree": {"k": 4, "c": 4},
         "pairs": {"spans": 2, "terms": 8, "span_share": 1.0, "max_length": 16},
         "model": {"decoder_layers": 1, "heads": 2, "d_ff": 64, "head_rank": 4},
@@ -163,17 +169,20 @@ def tiny_config(encoder: Path | str, **changes: Mapping[str, object]) -> Config:
     }
     for section, fields in changes.items():
         values[section] = {**values.get(section, {}), **fields}
-    return Config.from_dict(values)
+    return values
+
+
+def tiny_config(encoder: Path | str, **changes: Mapping[str, object]) -> Config:
+    """The same as settings of the library."""
+    return Config.from_dict(tiny_values(encoder, **changes))
 
 
 def tiny_flags(encoder: Path | str, **changes: Mapping[str, object]) -> list[str]:
-    """The same settings for the command line, where the flags change a preset."""
-    config, start = tiny_config(encoder, **changes).to_dict(), Config().to_dict()
+    """The same for the command line, where they change a preset."""
     return [
         f"--{section}.{name}={json.dumps(value) if isinstance(value, bool) else value}"
-        for section, fields in config.items()
+        for section, fields in tiny_values(encoder, **changes).items()
         for name, value in fields.items()
-        if value != start[section][name]
     ]
 
 
