@@ -16,13 +16,13 @@ import sys
 import time
 from pathlib import Path
 
+from nci.assembly import load_embedder
 from nci.baselines.bm25 import BM25
 from nci.baselines.dense import Dense
 from nci.config import Config, CorpusConfig
 from nci.corpus import open_dataset
 from nci.evaluate import DEFAULT_METRICS, evaluate, table
 from nci.index import build
-from nci.pipeline import load_embedder
 
 
 def main() -> None:
@@ -55,7 +55,9 @@ def main() -> None:
             "dense": Dense(documents, load_embedder(index.config, index.generation / "embedder"), index.vectors()),
             "bm25": BM25(documents),
         }
-        print(f"\n{name}: {len(index):,} documents, preset {args.preset}, built in {seconds:.0f} s, load {os.getloadavg()}")
+        print(
+            f"\n{name}: {len(index):,} documents, preset {args.preset}, built in {seconds:.0f} s, load {os.getloadavg()}"
+        )
         result: dict[str, object] = {"config": Config.preset(args.preset).to_dict(), "seconds": seconds}
         for split in args.splits.split(","):
             queries, qrels = dataset.split(split)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,11 @@ class Assembly:
         leaves[self.order] = np.arange(len(self.order))
         return leaves
 
+    @property
+    def query_length(self) -> int:
+        """Word pieces of a query that are read, in training and in search."""
+        return min(self.config.pairs.max_length, self.query_encoder.max_length)
+
     def model(self, *, seen_rows: Sequence[int] | None = None, device: str = "cpu") -> NCIModel:
         """A fresh model bound to the tree; `seen_rows` are documents with real queries, where unseen ones are spared."""
         torch.manual_seed(self.config.train.seed)
@@ -73,7 +79,7 @@ class Assembly:
             lexical=self.lexical,
             embedder=self.embedder if model.config.query_vector == "stored" else None,
             prompt=self.query_encoder.prompt("query"),
-            max_length=self.config.pairs.max_length,
+            max_length=self.query_length,
         )
 
     def search_dev(self, model: NCIModel, dev: DevQueries) -> dict[str, float]:
@@ -104,6 +110,17 @@ class Assembly:
             found[choice]["seconds"] = round(time.monotonic() - started, 2)
         model.config.query_vector = max(found, key=lambda choice: found[choice][self.config.train.metric])
         return found
+
+
+def load_embedder(config: Config, folder: str | Path, device: str = "cpu") -> TextEncoder:
+    """The encoder of the documents, set as the index says."""
+    return TextEncoder.load(
+        folder,
+        pooling=config.embed.pooling,
+        normalise=config.embed.normalise,
+        max_length=config.embed.max_length,
+        device=device,
+    )
 
 
 def fresh_model(config: Config, trie: Trie, values: int, encoder: TextEncoder, d_content: int) -> NCIModel:

@@ -10,7 +10,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,8 @@ def search(args: Namespace) -> int:
                 query.query_id: {hit.doc_id: hit.score for hit in hits}
                 for query, hits in zip(queries, found, strict=True)
             }
-            write_run(args.run, run)
+            with _writing("--run", args.run):
+                write_run(args.run, run)
         results = [{"query_id": q.query_id, **_as_json(hits)} for q, hits in zip(queries, found, strict=True)]
         _write_json(args.json, {"queries": results})
         if not args.run and not args.json:
@@ -113,7 +115,8 @@ def evaluate(args: Namespace) -> int:
     names = [name.strip() for name in args.metrics.split(",")]
     metrics = score(run, qrels, names)
     if args.run:
-        write_run(args.run, run)
+        with _writing("--run", args.run):
+            write_run(args.run, run)
     scored = sum(hits.documents_scored for hits in found) / max(1, len(found))
     result = {"metrics": metrics, "queries": len(queries), "seconds": round(seconds, 3), "documents_scored": scored}
     _write_json(args.json, result)
@@ -193,16 +196,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     _, make_parser, command = COMMANDS[argv[0]]
     try:
-        parser = make_parser(argv[1:])
-        parser.prog = f"nci {argv[0]}"
-        args = parser.parse_args(argv[1:])
+        args = _parse(make_parser, argv)
         _set_up(quiet=args.quiet)
         return command(args)
     except _Typed as error:
         print(f"nci {argv[0]}: {error}", file=sys.stderr)
         return 2
     except NciError as error:
-        print(f"nci {argv[0]}: {error}", file=sys.stderr)
+        print(f"nci {argv[0]}: {_plain(str(error))}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe went away: nothing to say
@@ -210,6 +211,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\nnci {argv[0]}: stopped; the same command goes on where this one was", file=sys.stderr)
         return 130
+
+
+def _parse(make_parser: Callable[[Sequence[str]], Any], argv: Sequence[str]) -> Any:
+    """The arguments of a command; a mistake is one line, not a page of usage."""
+    from jsonargparse import ArgumentError
+
+    parser = make_parser(argv[1:])
+    parser.prog = f"nci {argv[0]}"
+    try:
+        return parser.parse_args(argv[1:])
+    except ArgumentError as error:
+        raise _Typed(f"{_plain(str(error))} (nci {argv[0]} --help)") from error
 
 
 def _set_up(*, quiet: bool) -> None:
@@ -256,13 +269,17 @@ def _write_json(target: str | None, value: dict[str, Any]) -> None:
     if target == "-":
         print(text, end="")
         return
-    path = Path(target)
-    temporary = path.with_name(path.name + ".tmp")
+    with _writing("--json", target):
+        Path(target).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _writing(flag: str, target: str) -> Iterator[None]:
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise ConfigError(f"--json {target}: cannot be written: {error.strerror}") from error
+        yield
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{flag} {target}: cannot be written: {reason}") from error
 
 
 def _plain(text: str) -> str:

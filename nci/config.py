@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from nci.errors import ConfigError
 
@@ -23,8 +24,22 @@ def _check(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+class _Section:
+    """What all sections check: a choice is one of its words, a number is finite."""
+
+    def __post_init__(self) -> None:
+        section = type(self).__name__.removesuffix("Config").lower()
+        hints = get_type_hints(type(self))
+        for name, value in vars(self).items():
+            choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
+            wrong = bool(choices) and value not in choices
+            _check(not wrong, f"--{section}.{name} is one of {', '.join(map(str, choices))}; not {value!r}")
+            infinite = isinstance(value, float) and not math.isfinite(value)
+            _check(not infinite, f"--{section}.{name} is a finite number, not {value}")
+
+
 @dataclass(frozen=True)
-class CorpusConfig:
+class CorpusConfig(_Section):
     """How files become documents.
 
     Args:
@@ -45,12 +60,13 @@ class CorpusConfig:
 
     def __post_init__(self) -> None:
         _check(self.on_error in ("fail", "skip"), f"--on-error is fail or skip, not {self.on_error!r}")
+        super().__post_init__()
         _check(self.max_line_bytes > 0, "--corpus.max_line_bytes must be positive")
         _check(self.max_text_chars > 0, "--corpus.max_text_chars must be positive")
 
 
 @dataclass(frozen=True)
-class EmbedConfig:
+class EmbedConfig(_Section):
     """How documents become vectors.
 
     Args:
@@ -72,13 +88,14 @@ class EmbedConfig:
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check(self.max_length > 0, "--embed.max_length must be positive")
         _check(self.batch_size > 0, "--embed.batch_size must be positive")
         _check(self.shard_size > 0, "--embed.shard_size must be positive")
 
 
 @dataclass(frozen=True)
-class TreeConfig:
+class TreeConfig(_Section):
     """Hierarchical k-means (Algorithm 1 of the paper).
 
     Args:
@@ -104,6 +121,7 @@ class TreeConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check(self.k >= 2, f"--tree.k is at least 2, not {self.k}")
         _check(self.c >= 1, f"--tree.c is at least 1, not {self.c}")
         _check(self.iterations >= 1, "--tree.iterations is at least 1")
@@ -112,7 +130,7 @@ class TreeConfig:
 
 
 @dataclass(frozen=True)
-class PairsConfig:
+class PairsConfig(_Section):
     """Which (query, document) pairs the model is trained on.
 
     Args:
@@ -138,6 +156,7 @@ class PairsConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("real", "span_share", "generated"):
             _check(getattr(self, name) >= 0, f"--pairs.{name} is a share of at least 0, not {getattr(self, name)}")
         _check(self.real + self.span_share + self.generated > 0, "--pairs.real, span_share and generated are all 0")
@@ -145,11 +164,10 @@ class PairsConfig:
         _check(self.generated_queries >= 0, "--pairs.generated_queries is at least 0")
         _check(self.terms >= 1, "--pairs.terms is at least 1")
         _check(self.max_length >= 3, "--pairs.max_length is at least 3")
-        _check(self.sampling in ("pair", "document"), f"--pairs.sampling is pair or document, not {self.sampling!r}")
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(_Section):
     """The encoder, the decoder and the head.
 
     Args:
@@ -195,7 +213,11 @@ class ModelConfig:
     edge_bias: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check(self.decoder_layers >= 1, "--model.decoder_layers is at least 1")
+        for name in ("encoder_layers", "d_model", "heads", "d_ff"):
+            value = getattr(self, name)
+            _check(value is None or value >= 1, f"--model.{name} is at least 1, not {value}")
         _check(0 <= self.adapter_layers <= 8, f"--model.adapter_layers is 0 to 8, not {self.adapter_layers}")
         _check(
             (self.head == "tied") == (self.adapter_layers == 0),
@@ -217,7 +239,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(_Section):
     """How the model is trained.
 
     Args:
@@ -267,6 +289,7 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check(self.epochs >= 0, f"--train.epochs is at least 0, not {self.epochs}")
         _check(self.batch_size >= 1, "--train.batch_size is at least 1")
         _check(self.accumulation >= 1, "--train.accumulation is at least 1")
@@ -274,6 +297,8 @@ class TrainConfig:
         _check(
             0 <= self.warmup < 1, f"--train.warmup is a share of the steps, at least 0 and below 1, not {self.warmup}"
         )
+        _check(self.weight_decay >= 0, f"--train.weight_decay is at least 0, not {self.weight_decay}")
+        _check(self.max_grad_norm >= 0, f"--train.max_grad_norm is at least 0, not {self.max_grad_norm}")
         _check(self.alpha >= 0, f"--train.alpha is at least 0, not {self.alpha}")
         _check(self.tau > 0, f"--train.tau is positive, not {self.tau}")
         _check(self.evaluations >= 0, "--train.evaluations is at least 0")
@@ -282,7 +307,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class SearchConfig:
+class SearchConfig(_Section):
     """Defaults of search, stored with the index; every call may choose otherwise.
 
     Args:
@@ -296,6 +321,7 @@ class SearchConfig:
     batch_size: int = 32
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check(self.beam >= 1, f"--search.beam is at least 1, not {self.beam}")
         _check(self.batch_size >= 1, "--search.batch_size is at least 1")
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nci.assembly import load_embedder
 from nci.baselines.bm25 import BM25
 from nci.baselines.dense import Dense
 from nci.config import Config, CorpusConfig
@@ -19,7 +20,6 @@ from nci.corpus import open_dataset
 from nci.errors import DataError
 from nci.evaluate import DEFAULT_METRICS, evaluate, table
 from nci.index import Index, build, snippet
-from nci.pipeline import load_embedder
 from nci.stdlib import make_dataset
 
 log = logging.getLogger("nci")

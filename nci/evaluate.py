@@ -58,6 +58,11 @@ def _calculate(measures: list[ir_measures.Measure], run: Run, qrels: Qrels) -> i
         ) from error
 
 
+def check_metric(name: str) -> None:
+    """Refuse a name that is no metric, before hours are spent on what it should measure."""
+    _measure(name)
+
+
 def _measure(name: str) -> ir_measures.Measure:
     try:
         import ir_measures

@@ -8,23 +8,22 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nci import store
-from nci.assembly import Assembly
+from nci.assembly import Assembly, load_embedder
 from nci.config import Config
+from nci.corpus import Source
 from nci.errors import ConfigError, IndexCorruptError, NciError
 from nci.fuse import merge_hits
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.pack import DocumentFile
-from nci.pipeline import Corpus, load_embedder
-from nci.pipeline import build as build_index
 from nci.records import Hit, Query, Run
-from nci.runtime import quiet
+from nci.runtime import check_device, quiet
 from nci.search import EdgeTable, Engine
 from nci.search.engine import Mode
 from nci.training_data import TrainingQueries
@@ -46,14 +45,14 @@ class Index:
         self.generation = store.resolve(self.folder)
         self.manifest = store.read_manifest(self.generation)
         store.check(self.generation, self.manifest, paranoid=paranoid)
-        self.config = Config.from_dict(self.manifest["config"])
-        self.documents = DocumentFile(self.generation)
-        self.doc_ids = self.documents.doc_ids()
-        self._offsets = self.documents.offsets()
-        self._texts = self.documents.path.open("rb")  # kept open: a later generation may take this one's place
         try:
+            self.config = Config.from_dict(self.manifest["config"])
+            self.documents = DocumentFile(self.generation)
+            self.doc_ids = self.documents.doc_ids()
+            self._offsets = self.documents.offsets()
+            self._texts = self.documents.path.open("rb")  # kept open: a later generation may take this one's place
             self.trie = Trie.load(self.generation / "trie.safetensors")
-            self.engine = self._engine(device)
+            self.engine = self._engine(check_device(device))
         except (NciError, MemoryError):
             raise
         except Exception as error:
@@ -70,8 +69,13 @@ class Index:
 
         folder = self.generation
         with quiet():
-            model = NCIModel.from_pretrained(folder, local_files_only=True)
+            model, loading = NCIModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if loading["missing_keys"] or loading["unexpected_keys"]:
+            names = sorted([*loading["missing_keys"], *loading["unexpected_keys"]])
+            raise IndexCorruptError(
+                f"{folder}/model.safetensors does not fit config.json: {names[0]}; build the index again"
+            )
         needs_vectors = model.config.anchor != "none" or model.config.content
         model.bind(self.trie, self.vectors() if needs_vectors else None)
         model.to(device).eval()
@@ -79,7 +83,8 @@ class Index:
         if model.config.foldable:
             table = EdgeTable.load(folder / "edges.safetensors", nodes=self.trie.nodes, d_model=model.config.d_model)
             edges = EdgeTable(table.vectors.to(device), table.bias.to(device))
-        lexical = LexicalScores.load(folder / "lexical") if (folder / "lexical").exists() else None
+        hybrid = model.config.anchor == "exact" and model.config.score == "dense+bm25"
+        lexical = LexicalScores.load(folder / "lexical") if hybrid else None
         stored = model.config.anchor != "none" and model.config.query_vector == "stored"
         return Engine(
             model,
@@ -88,7 +93,7 @@ class Index:
             lexical=lexical,
             embedder=load_embedder(self.config, folder / "embedder", device) if stored else None,
             prompt=str(self.manifest.get("prompt", "")),
-            max_length=self.config.pairs.max_length,
+            max_length=int(self.manifest.get("query_length", self.config.pairs.max_length)),
         )
 
     def __len__(self) -> int:
@@ -207,7 +212,17 @@ class Index:
         number = self._known[doc_id_or_number] if isinstance(doc_id_or_number, str) else doc_id_or_number
         start, stop = int(self._offsets[number]), int(self._offsets[number + 1])
         line = os.pread(self._texts.fileno(), stop - start, start)
-        return cast(dict[str, Any], json.loads(line))
+        try:
+            stored = json.loads(line)
+            return {
+                "doc_id": stored["doc_id"],
+                "title": stored["title"],
+                "text": stored["text"],
+                "fields": stored["fields"],
+            }
+        except (ValueError, KeyError, TypeError) as error:
+            where = f"{self.documents.path}, bytes {start} to {stop}"
+            raise IndexCorruptError(f"{where}: not a document; run: nci verify {self.folder}") from error
 
     def _hit(self, rank: int, document: int, score: float) -> Hit:
         stored = self.document(document)
@@ -265,10 +280,9 @@ def check_structure(index: Index) -> list[str]:
     elif offsets[-1] != index.documents.path.stat().st_size:
         problems.append("offsets.npy: does not end where documents.jsonl ends")
     else:
-        wrong = [n for n in range(documents) if index.document(n)["doc_id"] != index.doc_ids[n]]
-        problems += (
-            [f"documents.jsonl: line {wrong[0] + 1} is not the document that doc_ids.json names"] if wrong else []
-        )
+        wrong = next((n for n in range(documents) if not _is_at_home(index, n)), None)
+        if wrong is not None:
+            problems.append(f"documents.jsonl: line {wrong + 1} is not the document that doc_ids.json names")
     vectors = np.load(index.generation / "vectors.npy", mmap_mode="r", allow_pickle=False)
     if vectors.shape != (documents, index.engine.model.config.d_content) or not np.isfinite(vectors).all():
         problems.append(f"vectors.npy: expected {documents} finite vectors, found shape {vectors.shape}")
@@ -283,7 +297,7 @@ def check_structure(index: Index) -> list[str]:
     if edges is not None:
         from nci.search import fold
 
-        if not torch_allclose(fold(index.engine.model), edges):
+        if not _is_same_table(fold(index.engine.model), edges):
             problems.append("edges.safetensors: is not the fold of this model")
     if (
         index.trie.positions != index.engine.model.config.positions
@@ -293,7 +307,15 @@ def check_structure(index: Index) -> list[str]:
     return problems
 
 
-def torch_allclose(a: EdgeTable, b: EdgeTable) -> bool:
+def _is_at_home(index: Index, number: int) -> bool:
+    """Whether the line of a document holds the document that its id names."""
+    try:
+        return bool(index.document(number)["doc_id"] == index.doc_ids[number])
+    except IndexCorruptError:
+        return False
+
+
+def _is_same_table(a: EdgeTable, b: EdgeTable) -> bool:
     """Equal within rounding."""
     import torch
 
@@ -301,7 +323,7 @@ def torch_allclose(a: EdgeTable, b: EdgeTable) -> bool:
 
 
 def build(
-    corpus: Corpus,
+    corpus: Source,
     out: str | Path,
     config: Config | str | None = None,
     *,
@@ -316,6 +338,8 @@ def build(
         queries: Training queries as (query, doc_id); a BEIR folder brings its own.
     """
     import torch
+
+    from nci.pipeline import build as build_index  # the trainer beneath it takes seconds to import
 
     if config is None:
         config = "default" if torch.cuda.is_available() and device != "cpu" else "fast"

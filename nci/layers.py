@@ -17,12 +17,12 @@ from torch import Tensor, nn
 class Attention(nn.Module):
     """Multi-head attention whose keys and values are made apart from its queries, so that both can be kept."""
 
-    def __init__(self, d_model: int, heads: int, d_memory: int | None = None) -> None:
+    def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.query = nn.Linear(d_model, d_model, bias=False)
-        self.key = nn.Linear(d_memory or d_model, d_model, bias=False)
-        self.value = nn.Linear(d_memory or d_model, d_model, bias=False)
+        self.key = nn.Linear(d_model, d_model, bias=False)
+        self.value = nn.Linear(d_model, d_model, bias=False)
         self.out = nn.Linear(d_model, d_model, bias=False)
 
     def split(self, x: Tensor) -> Tensor:

@@ -164,8 +164,11 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
     def encode(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Encoder states (batch, tokens, encoder width) and the pooled query vectors, of length 1."""
         states = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        pooled = pool_tokens(states, attention_mask, self.config.pooling)
-        return states, F.normalize(pooled.float(), dim=-1)
+        return states, self.pool(states, attention_mask)
+
+    def pool(self, states: Tensor, attention_mask: Tensor) -> Tensor:
+        """Query vectors of length 1 from encoder states."""
+        return F.normalize(pool_tokens(states, attention_mask, self.config.pooling).float(), dim=-1)
 
     def memories(self, states: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of the decoder's cross-attention, one pair per layer."""
@@ -329,7 +332,7 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
         """Loss of a batch of (query, document) pairs: -log p(d | q) + alpha x consistency.
 
         Args:
-            query_vectors: Vectors behind the anchor; made by the encoder when not given.
+            query_vectors: Vectors behind the anchor; pooled from the encoder states when not given.
             encoder_states: Stored outputs of a frozen encoder, instead of `input_ids`.
             lexical: (rows, documents) normalised lexical scores in leaf order.
             weights: (rows,) weight of each pair.
@@ -344,17 +347,16 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
             # Each pass has its own dropout, in the encoder too.
             states, own_vectors = self.encode(input_ids.repeat(again, 1), attention_mask.repeat(again, 1))
             memories = self.memories(states)
-            query_vectors = own_vectors if query_vectors is None else _repeat(query_vectors, again)
-            anchors = self.anchors(query_vectors, _repeat(lexical, again), _repeat(closed, again))
+            asked = own_vectors if query_vectors is None else _repeat(query_vectors, again)
+            anchors = self.anchors(asked, _repeat(lexical, again), _repeat(closed, again))
         else:  # nothing before the decoder differs between the passes
             memories = [(_repeat(k, again), _repeat(v, again)) for k, v in self.memories(encoder_states)]
-            anchors = _repeat(self.anchors(query_vectors, lexical, closed), again)
-            query_vectors = _repeat(query_vectors, again)
+            pooled = self.pool(encoder_states, attention_mask)
+            anchors = _repeat(self.anchors(pooled if query_vectors is None else query_vectors, lexical, closed), again)
+            own_vectors = _repeat(pooled, again)
         seen = attention_mask.repeat(again, 1)[:, None, None, :].bool()
         targets = documents.repeat(again)
-        log_probs, h, real = self.path_log_probs(
-            memories, seen, targets, query_vectors, anchors, _repeat(closed, again)
-        )
+        log_probs, h, real = self.path_log_probs(memories, seen, targets, own_vectors, anchors, _repeat(closed, again))
         weights = _repeat(weights, again)
         loss = fit = path_loss(log_probs, real, weights)
         consistency = None

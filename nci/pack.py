@@ -85,6 +85,7 @@ def write_generation(folder: Path, parts: Parts) -> dict[str, object]:
         "counts": {"documents": trie.documents, "nodes": trie.nodes, "positions": trie.positions},
         "folded_through_seq": 0,
         "prompt": assembly.query_encoder.prompt("query"),
+        "query_length": assembly.query_length,
         "report": dict(parts.report),
     }
 

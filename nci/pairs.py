@@ -49,7 +49,7 @@ def document_pieces(document: Document, config: PairsConfig, *, number: int) -> 
     """The first `terms` terms, then `spans` random groups of as many consecutive terms; seeded per document.
 
     >>> document_pieces(Document("d", "a b c d"), PairsConfig(terms=2, spans=1), number=0)
-    ['a b', 'b c']
+    ['a b', 'c d']
     """
     text = document.content
     terms = [match.span() for match in _TERM.finditer(text)]

@@ -36,7 +36,7 @@ SECTIONS: dict[str, type] = {
 def _parser(description: str) -> ArgumentParser:
     from jsonargparse import ArgumentParser
 
-    parser = ArgumentParser(description=description, default_env=False)
+    parser = ArgumentParser(description=description, default_env=False, exit_on_error=False)
     parser.add_argument("--quiet", action="store_true", help="No progress and no log lines.")
     return parser
 
@@ -60,7 +60,7 @@ def index(argv: Sequence[str]) -> ArgumentParser:
     parser.add_argument(
         "--config", metavar="FILE", default=None, help="A YAML file of settings, of the form of the presets."
     )
-    parser.add_argument("--print_config", action="store_true", help="Print the settings that would be used, and stop.")
+    parser.add_argument("--print-config", action="store_true", help="Print the settings that would be used, and stop.")
     parser.add_argument("--engine", default="local", help="Where shards are worked on.")
     parser.add_argument("--device", default=None, help="cpu or cuda; a GPU is used where there is one.")
     parser.add_argument("--on-error", default=None, help="What to do with a bad line: fail (default) or skip.")

@@ -11,28 +11,31 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from nci import store
-from nci.assembly import Assembly
+from nci.assembly import Assembly, load_embedder
 from nci.config import Config, content_key
-from nci.corpus import fingerprint, load_documents, open_dataset, read_documents, write_documents
+from nci.corpus import Source, fingerprint, load_documents, open_dataset, read_documents, write_documents
 from nci.embed import embed_documents
 from nci.embed import fingerprint as encoder_fingerprint
 from nci.encoders import TextEncoder, fetch_encoder
+from nci.errors import ConfigError, IndexCorruptError, IndexNotFoundError
+from nci.evaluate import check_metric
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.pack import DocumentFile, Parts, write_generation
 from nci.pairs import BatchPlan, make_pairs, write_plan
 from nci.plots import learning_curve
 from nci.records import Document
+from nci.runtime import check_device
 from nci.train import train
 from nci.training_data import TrainingData, TrainingQueries, training_data
 from nci.tree import Tree, build_tree, query_vectors
@@ -40,11 +43,9 @@ from nci.trie import Trie
 
 log = logging.getLogger("nci")
 
-Corpus = str | Path | Iterable[Any]
-
 
 def build(
-    source: Corpus,
+    source: Source,
     out: str | Path,
     config: Config,
     *,
@@ -62,7 +63,27 @@ def build(
         engine: Where shards are worked on.
         device: cpu or cuda; none takes a GPU where there is one.
     """
-    out, device = Path(out), device or ("cuda" if torch.cuda.is_available() else "cpu")
+    out, device = Path(out), check_device(device)
+    check_metric(config.train.metric)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"-o {out}: no folder can be made there: {error.strerror}") from error
+    first = int(os.environ.get("RANK", "0")) == 0  # under torchrun one process writes, all train
+    with store.writer_lock(out) if first else nullcontext():
+        return _build(source, out, config, queries=queries, generated=generated, engine=engine, device=device)
+
+
+def _build(
+    source: Source,
+    out: Path,
+    config: Config,
+    *,
+    queries: TrainingQueries | None,
+    generated: TrainingQueries,
+    engine: str,
+    device: str,
+) -> Path:
     stages = Stages(out / "build")
     documents, corpus_key = _documents_stage(source, stages, config)
     doc_ids = documents.doc_ids()
@@ -76,7 +97,9 @@ def build(
     )
     embed_key = content_key(corpus_key, config.embed, encoder_fingerprint(fetch_encoder(config.embed.encoder)))
     tree_key = content_key(embed_key, config.tree, data.real if config.tree.source == "queries" else 0)
-    build_key = content_key(tree_key, config, data)
+    other = config.model.encoder not in (None, config.embed.encoder)
+    query_key = encoder_fingerprint(fetch_encoder(config.model.encoder or "")) if other else ""
+    build_key = content_key(tree_key, query_key, config, data)
     if (live := _live(out, build_key)) is not None:
         log.info("%s is up to date", out)
         return live
@@ -92,7 +115,6 @@ def build(
     tree = Tree.load(folder / "tree.safetensors")
     trie, order = Trie.from_paths(tree.paths)
     lexical = _lexical_stage(stages, corpus_key, documents, config)
-    other = config.model.encoder not in (None, config.embed.encoder)
     query_encoder = TextEncoder.load(config.model.encoder or "", device=device) if other else embedder
     assembly = Assembly(config, trie, tree.values, order, vectors[order], embedder, query_encoder, None)
     if lexical is not None:
@@ -100,7 +122,7 @@ def build(
     model = assembly.model(seen_rows=data.seen_rows if config.train.spare_unseen else None, device=device)
     report: dict[str, Any] = {"build_key": build_key, "documents": len(doc_ids)}
     if _has_pairs(data, config):
-        plan = _plan_stage(stages, corpus_key, documents, data, assembly, lexical)
+        plan = _plan_stage(stages, content_key(corpus_key, query_key), documents, data, assembly, lexical)
         report["pairs"] = plan.counts
         _train(model, plan, assembly, data, out, key=build_key, device=device)
     if int(os.environ.get("RANK", "0")) != 0:
@@ -157,17 +179,17 @@ class DocumentStream:
         return len(self.file.offsets()) - 1
 
 
-def _documents_stage(source: Corpus, stages: Stages, config: Config) -> tuple[DocumentFile, str]:
+def _documents_stage(source: Source, stages: Stages, config: Config) -> tuple[DocumentFile, str]:
     """The corpus as one checked file; documents in memory are read first, since they can be read only once."""
-    if isinstance(source, str | Path):
+    given = None if isinstance(source, str | Path) else list(read_documents(source, config.corpus))
+    if given is None:
         key = content_key(fingerprint(source, config.corpus))
     else:
-        source = list(read_documents(source, config.corpus))
-        key = content_key([(d.doc_id, d.title, d.text, dict(d.fields)) for d in source])
+        key = content_key([(d.doc_id, d.title, d.text, dict(d.fields)) for d in given])
 
     def work(folder: Path) -> str:
         rejects = folder / "rejects.jsonl"
-        documents = read_documents(source, config.corpus, rejects=rejects) if isinstance(source, str | Path) else source
+        documents = read_documents(source, config.corpus, rejects=rejects) if given is None else given
         ids: list[str] = []
 
         def noted() -> Iterator[Document]:
@@ -192,22 +214,14 @@ def _documents_stage(source: Corpus, stages: Stages, config: Config) -> tuple[Do
 
 def _live(out: Path, build_key: str) -> Path | None:
     """The live generation when it was built from the same input and settings."""
-    if not (out / "CURRENT").exists():
+    try:
+        generation = store.resolve(out)
+        manifest = store.read_manifest(generation)
+        store.check(generation, manifest, paranoid=True)
+    except (IndexNotFoundError, IndexCorruptError):  # nothing there, or nothing whole: built again
         return None
-    generation = store.resolve(out)
-    report = store.read_manifest(generation).get("report")
+    report = manifest.get("report")
     return generation if isinstance(report, dict) and report.get("build_key") == build_key else None
-
-
-def load_embedder(config: Config, folder: str | Path, device: str = "cpu") -> TextEncoder:
-    """The encoder of the documents, set as the index says."""
-    return TextEncoder.load(
-        folder,
-        pooling=config.embed.pooling,
-        normalise=config.embed.normalise,
-        max_length=config.embed.max_length,
-        device=device,
-    )
 
 
 def _tree(
@@ -239,13 +253,15 @@ def _has_pairs(data: TrainingData, config: Config) -> bool:
     shares = config.pairs
     some = bool(shares.span_share or (data.real and shares.real) or (data.generated and shares.generated))
     if config.train.epochs > 0 and not some:
+        if config.model.anchor == "none":
+            raise ConfigError("there is nothing to train on, and without --model.anchor the index would rank by chance")
         log.warning("there are no training queries: the index ranks by its content score, untrained")
     return config.train.epochs > 0 and some
 
 
 def _plan_stage(
     stages: Stages,
-    corpus_key: str,
+    input_key: str,
     documents: DocumentFile,
     data: TrainingData,
     assembly: Assembly,
@@ -256,13 +272,13 @@ def _plan_stage(
     prompt = encoder.prompt("query")
     stored = config.model.anchor != "none" and config.model.query_vector == "stored"
     depends = (data.real, data.generated, config.pairs, config.train.batch_size, config.train.epochs)
-    key = content_key(corpus_key, *depends, prompt, config.model.encoder, config.embed, lexical is None, stored)
+    key = content_key(input_key, *depends, prompt, config.model.encoder, config.embed, lexical is None, stored)
 
     def work(folder: Path) -> str:
         plan = write_plan(
             folder / "plan",
             make_pairs(load_documents(documents.path), config.pairs, real=data.real, generated=data.generated),
-            lambda texts: encoder.tokenize([prompt + text for text in texts], config.pairs.max_length),
+            lambda texts: encoder.tokenize([prompt + text for text in texts], assembly.query_length),
             config.pairs,
             batch_size=config.train.batch_size,
             epochs=config.train.epochs,

@@ -9,6 +9,21 @@ from typing import Any, Literal
 import torch
 from transformers.utils import logging as transformers_logging
 
+from nci.errors import ConfigError
+
+
+def check_device(device: str | None) -> str:
+    """The device to work on, a GPU where there is one and nothing was said; refuses one that is not there."""
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ConfigError(f"--device is cpu, cuda or cuda:N, not {device!r}") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device {device}: this machine or this build of PyTorch has no GPU; use --device cpu")
+    return device
+
 
 def uses_bf16(precision: Literal["auto", "fp32", "bf16"], device: str) -> bool:
     """Whether to compute in bf16: on a GPU, and on a CPU that has instructions for it, unless told otherwise."""

@@ -65,10 +65,10 @@ class TreeTables(nn.Module):
         tensor = None if values is None else torch.as_tensor(np.ascontiguousarray(values)).to(dtype)
         self.register_buffer(name, tensor, persistent=False)
 
-    def children_of(self, nodes: Tensor, fanout: int | None = None) -> tuple[Tensor, Tensor]:
+    def children_of(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
         """Children of each node (..., fanout), and which of them are real."""
         first, stop = self.child_start[nodes], self.child_start[nodes + 1]
-        slots = torch.arange(fanout or self.trie.fanout, device=nodes.device)
+        slots = torch.arange(self.trie.fanout, device=nodes.device)
         child = first.unsqueeze(-1) + slots
         real = child < stop.unsqueeze(-1)
         return torch.where(real, child, 0), real

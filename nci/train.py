@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
 from tqdm import tqdm
@@ -55,10 +56,11 @@ def train(
         dev: Searches held-out queries and returns metrics; the state that is best at `config.metric` is kept.
     """
     out.mkdir(parents=True, exist_ok=True)
+    model.config.alpha, model.config.tau = config.alpha, config.tau
+    model.config.use_cache = False  # as the Trainer leaves it, so that a resumed run stores the same bytes
     if (out / "TRAINED").exists():
         _restore_best(model, out)
         return
-    model.config.alpha, model.config.tau = config.alpha, config.tau
     model.to(device)  # type: ignore[arg-type]
     model.encoder.requires_grad_(not config.freeze_encoder)
     if config.freeze_embeddings:
@@ -267,6 +269,7 @@ class Curve(TrainerCallback):  # type: ignore[misc]
         if (out / "curve.csv").exists():
             with (out / "curve.csv").open(newline="") as stream:
                 self.rows = [row for row in csv.DictReader(stream) if int(row["step"]) <= done]
+            self.started -= max((float(row["seconds"]) for row in self.rows), default=0.0)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         logs = kwargs.get("logs") or {}
@@ -337,7 +340,5 @@ def _keep_best(model: NCIModel, out: Path, *, step: int, metrics: dict[str, floa
 
 
 def _restore_best(model: NCIModel, out: Path) -> None:
-    from safetensors.torch import load_file
-
-    model.load_state_dict(load_file(out / "best" / "model.safetensors"), strict=True)
+    load_model(model, out / "best" / "model.safetensors", strict=True)  # knows that T5 stores shared weights once
     model.eval()

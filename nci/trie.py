@@ -176,6 +176,8 @@ class Trie:
                 and bool((self.value[2:][brothers] > self.value[1:-1][brothers]).all())
                 and bool((self.first_document[self.leaves] == np.arange(self.documents)).all())
                 and bool((self.last_document[self.leaves] == np.arange(1, self.documents + 1)).all())
+                and (self.first_document[0], self.last_document[0]) == (0, self.documents)
+                and bool((self.first_document[2:][brothers] == self.last_document[1:-1][brothers]).all())
                 and bool((self.first_document[~leaf] == self.first_document[self.child_start[:-1][~leaf]]).all())
                 and bool((self.last_document[~leaf] == self.last_document[self.child_start[1:][~leaf] - 1]).all())
             )

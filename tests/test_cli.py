@@ -267,27 +267,27 @@ def test_without_the_tree(ok: Callable[..., str], run: Nci, index: Path, positio
 
 def test_printed_settings_can_be_read_again(ok: Callable[..., str], encoder: Path, tmp_path: Path) -> None:
     flags = [*tiny_flags(encoder), "--on-error", "skip", "--text-fields", "a, b", "--id-field", "key"]
-    printed = ok("index", "corpus", "-o", tmp_path / "x", "--preset", "fast", *flags, "--print_config")
+    printed = ok("index", "corpus", "-o", tmp_path / "x", "--preset", "fast", *flags, "--print-config")
     config = Config.from_dict(yaml.safe_load(printed))
     assert config.corpus.on_error == "skip"
     assert config.corpus.text_fields == ("a", "b")
     assert config.corpus.id_field == "key"
     assert config.tree == tiny_config(encoder).tree
     (tmp_path / "mine.yaml").write_text(printed)
-    again = ok("index", "corpus", "-o", tmp_path / "x", "--config", tmp_path / "mine.yaml", "--print_config")
+    again = ok("index", "corpus", "-o", tmp_path / "x", "--config", tmp_path / "mine.yaml", "--print-config")
     assert again == printed
     assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("name", presets())
 def test_every_preset_can_be_printed(ok: Callable[..., str], tmp_path: Path, name: str) -> None:
-    printed = ok("index", "corpus", "-o", tmp_path / "x", f"--preset={name}", "--print_config")
+    printed = ok("index", "corpus", "-o", tmp_path / "x", f"--preset={name}", "--print-config")
     assert Config.from_dict(yaml.safe_load(printed)) == Config.preset(name)
 
 
 def test_a_flag_beats_the_file(ok: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("tree: {k: 7, c: 9}\n")
-    printed = ok("index", "c", "-o", "x", "--config", tmp_path / "mine.yaml", "--tree.k", "5", "--print_config")
+    printed = ok("index", "c", "-o", "x", "--config", tmp_path / "mine.yaml", "--tree.k", "5", "--print-config")
     config = Config.from_dict(yaml.safe_load(printed))
     assert (config.tree.k, config.tree.c) == (5, 9)
 

@@ -198,6 +198,9 @@ def test_wrong_options_name_the_flag(index: Index) -> None:
         index.search(QUERY, mode="unconstrained")
     with pytest.raises(DataError):
         index.search([1])  # type: ignore[list-item]
+
+
+def test_a_mode_that_does_not_exist_is_refused(index: Index) -> None:
     with pytest.raises(NciError):
         index.search(QUERY, mode="bogus")  # type: ignore[call-overload]
 
@@ -665,11 +668,9 @@ def test_a_republished_right_generation_has_no_problems(copy: Path) -> None:
     assert problems(copy) == []
 
 
-def test_a_manifest_without_settings_or_with_unknown_ones_is_no_crash(copy: Path) -> None:
-    republish(copy, lambda _: None, config={"bogus": {}})
-    with pytest.raises(NciError):
-        Index(copy)
-    republish(copy, lambda _: None, config=None)
+@pytest.mark.parametrize("config", [{"bogus": {}}, {"tree": {"bogus": 1}}, {"tree": {"k": "x"}}, None, []], ids=str)
+def test_a_manifest_with_settings_that_cannot_be_read_is_no_crash(copy: Path, config: object) -> None:
+    republish(copy, lambda _: None, config=config)
     with pytest.raises(NciError):
         Index(copy)
 
@@ -760,7 +761,7 @@ def test_public_names() -> None:
 
 def test_build_takes_a_preset_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr("nci.index.build_index", lambda *args, **_: seen.append(args[2]))
+    monkeypatch.setattr("nci.pipeline.build", lambda *args, **_: seen.append(args[2]))
     monkeypatch.setattr("nci.index.Index", lambda out: out)
     nci.build(["a"], tmp_path, "fast")
     nci.build(["a"], tmp_path, device="cpu")

@@ -421,14 +421,16 @@ def test_no_training_queries_at_all(encoder: Path, tmp_path: Path, done: Spy) ->
 
 
 def test_nothing_to_train_on(encoder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, done: Spy) -> None:
-    """An anchored index is of use without training; one without an anchor would rank by chance."""
-    nothing = {"span_share": 0.0}
-    generation = build(make_documents(), tmp_path / "my.index", tiny_config(encoder, pairs=nothing))
+    generation = build(make_documents(), tmp_path / "my.index", tiny_config(encoder, pairs={"span_share": 0.0}))
     assert any("no training queries" in record.getMessage() for record in caplog.records)
     assert "pairs" not in report(generation)
     assert Index(tmp_path / "my.index").search("apple item0", k=1)[0].doc_id == "d0"
+
+
+def test_nothing_to_train_on_and_no_anchor_would_rank_by_chance(encoder: Path, tmp_path: Path) -> None:
+    config = tiny_config(encoder, pairs={"span_share": 0.0}, model={"anchor": "none"})
     with pytest.raises(ConfigError):
-        build(make_documents(), tmp_path / "other", tiny_config(encoder, pairs=nothing, model={"anchor": "none"}))
+        build(make_documents(), tmp_path / "my.index", config)
 
 
 def test_generated_queries_are_trained_on(encoder: Path, tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ def blocks(kind: str) -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", README, flags=re.DOTALL)
 
 
-def test_the_python_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_lines_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     (code,) = blocks("python")
     exec(compile(code, "README.md", "exec"), {})
@@ -28,7 +30,9 @@ def test_the_python_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
 
 @pytest.mark.slow
-def test_the_command_lines_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_lines_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     data = make_dataset(tmp_path / "DATA", limit=300)
     (tmp_path / "docs.jsonl").write_bytes((data / "corpus.jsonl").read_bytes())

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -457,9 +458,19 @@ def test_a_resumed_curve_has_each_step_once_and_dev_s_choice_is_the_same(
             assert one[name] == two[name], f"step {one['step']}: {name}"
         if one["loss"]:
             assert float(one["loss"]) == pytest.approx(float(two["loss"]), abs=1e-3)
-    seconds = [float(row["seconds"]) for row in broken]
-    assert seconds == sorted(seconds), "time must not run backwards in a resumed curve"
     assert end_of(tmp_path / "broken") == end_of(tmp_path / "whole")
+
+
+def test_time_does_not_run_backwards_in_a_resumed_curve(
+    ready: Workshop, tmp_path: Path, killer: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = iter(range(10**6))
+    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)), sleep=time.sleep)
+    monkeypatch.setattr(train_module, "time", clock)
+    interrupted(ready, tmp_path, killer, 8)
+    run(fresh(ready), tmp_path)
+    seconds = [float(row["seconds"]) for row in curve(tmp_path)]
+    assert seconds == sorted(seconds)
 
 
 def test_the_curve_is_well_formed(workshop: Workshop, tmp_path: Path) -> None:

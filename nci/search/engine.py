@@ -5,9 +5,10 @@ The same engine serves a finished index and the search of `dev` during training.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -72,13 +73,14 @@ class Engine:
             return_tensors="pt",
         ).to(device)
         states, vectors = self.model.encode(batch["input_ids"], batch["attention_mask"])
+        asked = vectors
         if self.embedder is not None:
             stored = self.embedder.encode(texts, role="query")
-            vectors = torch.nn.functional.normalize(torch.as_tensor(stored, device=device), dim=-1)
+            asked = torch.nn.functional.normalize(torch.as_tensor(stored, device=device), dim=-1)
         lexical = None
         if self.lexical is not None:
             lexical = torch.as_tensor(self.lexical.normalised(texts), device=device)
-        anchors = self.model.anchors(vectors, lexical)
+        anchors = self.model.anchors(asked, lexical)
         return EncodedQueries(states, batch["attention_mask"], vectors, anchors)
 
     @torch.inference_mode()
@@ -109,6 +111,8 @@ class Engine:
     @torch.inference_mode()
     def explain(self, text: str, documents: Sequence[int]) -> list[dict[str, Any]]:
         """For each document the log-probability of every digit of its id and, where there is one, its content score."""
+        if not documents:
+            return []
         queries = self.encode([clean_query(text)])
         rows = torch.zeros(len(documents), dtype=torch.long, device=self.model.device)
         numbers = torch.as_tensor(list(documents), device=self.model.device)
@@ -131,9 +135,18 @@ class Engine:
         """The same engine without what the decoder learned: content scores alone."""
         if self.edges is None or self.model.config.anchor == "none":
             raise ConfigError("--system zeroed needs an index with an anchor: without one nothing is left")
-        return replace(self, edges=EdgeTable(torch.zeros_like(self.edges.vectors), torch.zeros_like(self.edges.bias)))
+        model = copy.copy(self.model)  # all weights shared but those of the head
+        model._modules = dict(self.model._modules)
+        model.head = copy.deepcopy(self.model.head)
+        torch.nn.init.zeros_(model.head.out.weight)
+        if model.head.bias is not None:
+            torch.nn.init.zeros_(model.head.bias)
+        edges = EdgeTable(torch.zeros_like(self.edges.vectors), torch.zeros_like(self.edges.bias))
+        return replace(self, model=model, edges=edges)
 
     def _find(self, queries: EncodedQueries, *, k: int, beam: int, length_penalty: float, mode: Mode) -> Found:
+        if mode not in get_args(Mode):
+            raise ConfigError(f"mode is one of {', '.join(get_args(Mode))}; not {mode!r}")
         if mode == "exhaustive":
             return exhaustive_search(self.model, queries, k=k, length_penalty=length_penalty)
         if mode == "unconstrained":
