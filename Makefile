@@ -8,6 +8,8 @@ STAMP := $(VENV)/.installed
 # Two OpenMP threads that spin on shared cores collapse; sleeping ones do not.
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE ?= 1
+# Two processes with one thread each; a file of tests shares its fixtures.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,10 +28,10 @@ demo: install ## Index Python's own documentation and search it: offline, minute
 	$(BIN)/nci demo -o demo
 
 quick: install ## Tests without the slow ones: under 2 minutes
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test: install ## All tests: under 8 minutes on 2 cores
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: install ## Format, style and types
 	$(BIN)/ruff format --check nci tests benchmarks

@@ -156,7 +156,7 @@ def test_a_second_call_does_nothing(index: Path, encoder: Path, beir: Path, done
         ({"embed": {"max_length": 20}}, {"embed", "tree", "pairs", "train", "publish"}),
         ({"train": {"epochs": 0}}, {"publish"}),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
 def test_a_changed_setting_redoes_what_depends_on_it_and_no_more(
     index: Path, encoder: Path, beir: Path, done: Spy, changes: dict[str, Any], expected: set[str]

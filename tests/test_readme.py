@@ -15,7 +15,8 @@ README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8"
 
 
 def blocks(kind: str) -> list[str]:
-    return re.findall(rf"```{kind}\n(.*?)```", README, flags=re.DOTALL)
+    fenced = [part.partition("\n") for part in README.split("```")[1::2]]
+    return [text for first, _, text in fenced if first == kind]
 
 
 def test_the_python_lines_run(
