@@ -28,7 +28,7 @@ from nci.index import build
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="squad", help="names of data sets, separated by commas")
-    parser.add_argument("--preset", default="fast")
+    parser.add_argument("--preset", default="fast", help="a preset or a .yaml file")
     parser.add_argument("--splits", default="test,test-unseen")
     parser.add_argument("--out", default="build/quality")
     parser.add_argument("--device", default=None)
@@ -44,7 +44,8 @@ def main() -> None:
         if dataset is None:
             sys.exit(f"{Path(root) / name} is no BEIR folder")
         started = time.monotonic()
-        index = build(dataset.folder, Path(args.out) / f"{name}-{args.preset}.index", args.preset, device=args.device)
+        label = f"{name}-{Path(args.preset).stem}"
+        index = build(dataset.folder, Path(args.out) / f"{label}.index", args.preset, device=args.device)
         seconds = time.monotonic() - started
         by_id = {document.doc_id: document for document in dataset.documents(CorpusConfig())}
         documents = [by_id[doc_id] for doc_id in index.doc_ids]
@@ -62,13 +63,13 @@ def main() -> None:
         for split in args.splits.split(","):
             queries, qrels = dataset.split(split)
             rows = {}
-            for label, system in systems.items():
+            for row, system in systems.items():
                 found = system.search([query.text for query in queries], k=100)
                 pairs = zip(queries, found, strict=True)
-                rows[label] = evaluate({q.query_id: {h.doc_id: h.score for h in hits} for q, hits in pairs}, qrels)
+                rows[row] = evaluate({q.query_id: {h.doc_id: h.score for h in hits} for q, hits in pairs}, qrels)
             print(f"\n{split}, {len(queries)} queries (%)\n{table(rows, DEFAULT_METRICS)}", flush=True)
             result[split] = rows
-        path = Path(args.out) / f"{name}-{args.preset}.json"
+        path = Path(args.out) / f"{label}.json"
         path.write_text(json.dumps(result, indent=2))
 
 

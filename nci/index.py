@@ -17,7 +17,7 @@ from nci import store
 from nci.assembly import Assembly, load_embedder
 from nci.config import Config
 from nci.corpus import Source
-from nci.errors import ConfigError, IndexCorruptError, NciError
+from nci.errors import ConfigError, DataError, IndexCorruptError, NciError
 from nci.fuse import merge_hits
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
@@ -209,6 +209,8 @@ class Index:
 
     def document(self, doc_id_or_number: str | int) -> dict[str, Any]:
         """One stored document with all its fields."""
+        if isinstance(doc_id_or_number, str) and doc_id_or_number not in self._known:
+            raise DataError(f'there is no document "{doc_id_or_number}" in {self.folder}')
         number = self._known[doc_id_or_number] if isinstance(doc_id_or_number, str) else doc_id_or_number
         start, stop = int(self._offsets[number]), int(self._offsets[number + 1])
         line = os.pread(self._texts.fileno(), stop - start, start)
@@ -328,6 +330,7 @@ def build(
     config: Config | str | None = None,
     *,
     queries: TrainingQueries | None = None,
+    generated: TrainingQueries = (),
     device: str | None = None,
 ) -> Index:
     """Index a corpus into the folder `out` and open it; a second call with the same input does nothing again.
@@ -336,6 +339,8 @@ def build(
         corpus: A BEIR folder, a file, a folder of texts, `irds:ID`, or a list or iterator of strings, dicts, Documents.
         config: Settings, or the name of a preset; "fast" without a GPU and "default" with one when not given.
         queries: Training queries as (query, doc_id); a BEIR folder brings its own.
+        generated: Queries that a generator wrote, as (query, doc_id).
+        device: cpu or cuda, for building and for searching afterwards; a GPU where there is one when not given.
     """
     import torch
 
@@ -344,8 +349,8 @@ def build(
     if config is None:
         config = "default" if torch.cuda.is_available() and device != "cpu" else "fast"
     settings = Config.preset(config) if isinstance(config, str) else config
-    build_index(corpus, out, settings, queries=queries, device=device)
-    return Index(out)
+    build_index(corpus, out, settings, queries=queries, generated=generated, device=device)
+    return Index(out, device=check_device(device))
 
 
 def load(folder: str | Path, *, device: str = "cpu", paranoid: bool = False) -> Index:
@@ -366,4 +371,6 @@ def load(folder: str | Path, *, device: str = "cpu", paranoid: bool = False) -> 
 
 
 def _is_hub_name(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
+    """Whether `owner/name` can be meant; where there is a folder `owner` here, a file of it was."""
+    owner, slash, rest = name.partition("/")
+    return bool(slash and rest) and "/" not in rest and not name.startswith((".", "~")) and not Path(owner).is_dir()

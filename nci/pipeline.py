@@ -181,7 +181,11 @@ class DocumentStream:
 
 def _documents_stage(source: Source, stages: Stages, config: Config) -> tuple[DocumentFile, str]:
     """The corpus as one checked file; documents in memory are read first, since they can be read only once."""
-    given = None if isinstance(source, str | Path) else list(read_documents(source, config.corpus))
+    given = None
+    if not isinstance(source, str | Path):
+        listed = stages.folder.parent / "reports" / "rejects.jsonl"
+        listed.parent.mkdir(parents=True, exist_ok=True)
+        given = list(read_documents(source, config.corpus, rejects=listed))
     if given is None:
         key = content_key(fingerprint(source, config.corpus))
     else:

@@ -762,7 +762,7 @@ def test_public_names() -> None:
 def test_build_takes_a_preset_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr("nci.pipeline.build", lambda *args, **_: seen.append(args[2]))
-    monkeypatch.setattr("nci.index.Index", lambda out: out)
+    monkeypatch.setattr("nci.index.Index", lambda out, **_: out)
     nci.build(["a"], tmp_path, "fast")
     nci.build(["a"], tmp_path, device="cpu")
     assert seen[0] == seen[1] == nci.Config.preset("fast")

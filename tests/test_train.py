@@ -6,6 +6,7 @@ import copy
 import csv
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -198,6 +199,7 @@ def test_a_plan_without_batches_is_a_clear_error_or_changes_nothing(workshop: Wo
 def test_a_frozen_encoder_stays_as_it_is_to_the_bit(workshop: Workshop, tmp_path: Path) -> None:
     before = weights(workshop.model)
     run(workshop, tmp_path, freeze_encoder=True)
+    assert not any(parameter.requires_grad for parameter in workshop.model.encoder.parameters())
     after = workshop.model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before if name.startswith("encoder."))
     assert any(not torch.equal(after[name], before[name]) for name in before if not name.startswith("encoder."))
@@ -446,8 +448,12 @@ def test_a_resumed_curve_has_each_step_once_and_dev_s_choice_is_the_same(
         return {"R@1": abs(total * 1e3) % 1, "R@10": 1.0}  # any function of the weights
 
     run(fresh(ready), tmp_path / "whole", dev, evaluations=5)
-    interrupted(ready, tmp_path / "broken", killer, 4, 7, 13, dev=dev, evaluations=5)
-    (tmp_path / "broken" / "checkpoint-13" / "COMPLETE").unlink()  # so that some of the curve is done again
+    interrupted(ready, tmp_path / "broken", killer, 4, 7, dev=dev, evaluations=5)
+    kept = shutil.copytree(tmp_path / "broken" / "checkpoint-7", tmp_path / "kept")
+    interrupted(ready, tmp_path / "broken", killer, 13, dev=dev, evaluations=5)
+    for path in (tmp_path / "broken").glob("checkpoint-*"):  # so that much of the curve is done again
+        shutil.rmtree(path)
+    shutil.copytree(kept, tmp_path / "broken" / "checkpoint-7")
     run(fresh(ready), tmp_path / "broken", dev, evaluations=5)
     whole, broken = curve(tmp_path / "whole"), curve(tmp_path / "broken")
     steps = [int(row["step"]) for row in broken]
