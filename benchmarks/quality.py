@@ -14,13 +14,16 @@ import logging
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from nci.assembly import load_embedder
+from nci.baselines import Searcher
 from nci.baselines.bm25 import BM25
 from nci.baselines.dense import Dense
 from nci.config import Config, CorpusConfig
 from nci.corpus import open_dataset
+from nci.errors import ConfigError
 from nci.evaluate import DEFAULT_METRICS, evaluate, table
 from nci.index import build
 
@@ -49,10 +52,11 @@ def main() -> None:
         seconds = time.monotonic() - started
         by_id = {document.doc_id: document for document in dataset.documents(CorpusConfig())}
         documents = [by_id[doc_id] for doc_id in index.doc_ids]
-        systems = {
-            "nci": index,
-            "nci untrained": index.system("untrained"),
-            "nci zeroed": index.system("zeroed"),
+        systems: dict[str, Searcher] = {"nci": index}
+        for other in ("untrained", "zeroed"):
+            with suppress(ConfigError):  # not every model has such a row
+                systems[f"nci {other}"] = index.system(other)
+        systems |= {
             "dense": Dense(documents, load_embedder(index.config, index.generation / "embedder"), index.vectors()),
             "bm25": BM25(documents),
         }

@@ -80,7 +80,7 @@ def search(args: Namespace) -> int:
                 _print_hits(hits)
         return 0
     query = args.words[-1]
-    if Path(query).is_dir() and (Path(query) / "CURRENT").exists():
+    if os.path.exists(os.path.join(query, "CURRENT")):
         raise _Typed('the query comes last: nci search INDEX "what you look for"')
     hits = _search_all(indexes, [query], args)[0]
     _write_json(args.json, _as_json(hits))

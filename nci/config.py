@@ -256,7 +256,7 @@ class TrainConfig(_Section):
         max_grad_norm: Gradients are scaled down to this norm.
         alpha: Weight of the consistency loss; 0 saves the second pass.
         tau: Temperature of the consistency loss.
-        spare_unseen: A document without any real query is no negative for real queries, so that it stays findable.
+        spare_unseen: A document without any real query is no negative for real queries (with normalise children only).
         precision: auto takes bf16 on a GPU and on a CPU that has it, else fp32.
         evaluations: How often `dev` is searched during training.
         dev_queries: Queries of `dev` used for that; the final choice too.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from nci.baselines.bm25 import BM25
 from nci.baselines.dense import Dense
 from nci.config import Config, CorpusConfig
 from nci.corpus import open_dataset
-from nci.errors import DataError
+from nci.errors import ConfigError, DataError
 from nci.evaluate import DEFAULT_METRICS, evaluate, table
 from nci.index import Index, build, snippet
 from nci.stdlib import make_dataset
@@ -76,14 +77,17 @@ def run_demo(
 
 
 def _systems(index: Index, documents: list[Any]) -> dict[str, Callable[[list[str]], Any]]:
-    untrained = index.system("untrained")
     by_id = {document.doc_id: document for document in documents}
     encoder = load_embedder(index.config, index.generation / "embedder")
     dense = Dense([by_id[doc_id] for doc_id in index.doc_ids], encoder, index.vectors())
     bm25 = BM25(documents)
+    untrained = {}
+    with suppress(ConfigError):  # another query encoder's first weights are not part of an index
+        before = index.system("untrained")
+        untrained["nci untrained"] = lambda texts: before.search(texts, k=100)
     return {
         "nci": lambda texts: index.search(texts, k=100),
-        "nci untrained": lambda texts: untrained.search(texts, k=100),
+        **untrained,
         "dense": lambda texts: dense.search(texts, k=100),
         "bm25": lambda texts: bm25.search(texts, k=100),
     }

@@ -131,7 +131,7 @@ class Index:
         """The k best documents of a query, or of each of several queries.
 
         Args:
-            beam: Prefixes kept per level, at least k; the index's own setting when not given.
+            beam: Prefixes kept per level; a beam below k finds fewer than k hits. By default the index's own, at least k.
             length_penalty: Scores are log p / (digits + 1) ** length_penalty.
             mode: "beam"; "unconstrained" does not use the tree (an ablation); "exhaustive" scores every document.
         """
@@ -142,7 +142,7 @@ class Index:
         rankings = self.engine.search(
             [queries] if isinstance(queries, str) else list(queries),
             k=min(k, len(self)),
-            beam=beam or self.config.search.beam,
+            beam=beam or max(self.config.search.beam, k),
             length_penalty=self.config.search.length_penalty if length_penalty is None else length_penalty,
             mode=mode,
             batch_size=self.config.search.batch_size,
@@ -342,12 +342,11 @@ def build(
         generated: Queries that a generator wrote, as (query, doc_id).
         device: cpu or cuda, for building and for searching afterwards; a GPU where there is one when not given.
     """
-    import torch
-
+    from nci.parsers import default_preset
     from nci.pipeline import build as build_index  # the trainer beneath it takes seconds to import
 
     if config is None:
-        config = "default" if torch.cuda.is_available() and device != "cpu" else "fast"
+        config = default_preset(["--device", device] if device else [])
     settings = Config.preset(config) if isinstance(config, str) else config
     build_index(corpus, out, settings, queries=queries, generated=generated, device=device)
     return Index(out, device=check_device(device))
@@ -356,7 +355,7 @@ def build(
 def load(folder: str | Path, *, device: str = "cpu", paranoid: bool = False) -> Index:
     """Open an index: a folder, a bare generation, or a repository name on the Hugging Face Hub."""
     path = Path(folder)
-    if not path.exists() and _is_hub_name(str(folder)):
+    if not os.path.exists(path) and _is_hub_name(str(folder)):
         from huggingface_hub import snapshot_download
 
         from nci.errors import IndexNotFoundError

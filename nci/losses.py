@@ -31,7 +31,8 @@ def consistency_loss(z: Tensor, documents: Tensor, real: Tensor, tau: float = 1.
     partner = (index + rows) % (2 * rows)
     excluded = twice[:, None] == twice[None, :]
     excluded[index, partner] = False
-    similarity = torch.einsum("apd,bpd->pab", z.float(), z.float()) / tau  # (positions, 2 rows, 2 rows)
+    with torch.autocast(z.device.type, enabled=False):  # it would take the product back to bf16
+        similarity = torch.einsum("apd,bpd->pab", z.float(), z.float()) / tau  # (positions, 2 rows, 2 rows)
     hidden = excluded[None] | ~in_use.T[:, None, :]
     positive = similarity[:, index, partner]  # (positions, 2 rows)
     # A row that has ended keeps its partner in the sum: its own loss is masked below, and no row is all -inf.

@@ -242,7 +242,7 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
         self,
         h: Tensor,
         nodes: Tensor,
-        owner: Tensor,
+        owner: Tensor | None,
         adapter: Tensor | None,
         level: int,
         anchors: Tensor | None = None,
@@ -253,7 +253,8 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
 
         Args:
             h: (rows, d) decoder states.
-            nodes: (distinct,) prefix nodes of this level, `owner` (rows,) the place of each row's node among them.
+            nodes: (distinct,) prefix nodes of this level, `owner` (rows,) the place of each row's node among them;
+                none where every row has a node of its own.
             adapter: (distinct, d) adapter states of these prefixes.
             anchors: (queries, nodes of the tree), `query` (rows,) the query of each row.
         """
@@ -264,12 +265,13 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
             all_columns = _score(z, w, owner).float().log_softmax(-1)
             column_of = torch.full((self.config.vocabulary,), -1, dtype=torch.long, device=h.device)
             column_of[tokens] = torch.arange(len(tokens), device=h.device)
-            child, real = self.tables.children_of(nodes[owner])
+            child, real = self.tables.children_of(nodes if owner is None else nodes[owner])
             column = column_of[self.tables.token[child]].clamp(min=0)
             return all_columns.gather(1, column).masked_fill(~real, -torch.inf), child, real
         edges, child, real = self.child_edges(nodes, adapter, level)
         logits = _score(z, edges, owner).float()
-        child, real = child[owner], real[owner]
+        if owner is not None:
+            child, real = child[owner], real[owner]
         if closed is not None and self.tables.seen_nodes is not None:
             logits = logits.masked_fill(closed.unsqueeze(1) & ~self.tables.seen_nodes[child], _CLOSED)
         if self.head.bias is not None:
@@ -375,11 +377,11 @@ def _repeat(tensor: Tensor | None, times: int) -> Tensor | None:
     return tensor if tensor is None or times == 1 else torch.cat([tensor] * times)
 
 
-def _score(z: Tensor, columns: Tensor, owner: Tensor) -> Tensor:
+def _score(z: Tensor, columns: Tensor, owner: Tensor | None) -> Tensor:
     """Products of rows (rows, d) with the columns (distinct, n, d) of their owners; one shared owner is a plain product."""
     if len(columns) == 1:
         return z @ columns[0].T
-    return torch.einsum("rd,rnd->rn", z, columns[owner])
+    return torch.einsum("rd,rnd->rn", z, columns if owner is None else columns[owner])
 
 
 def _first(owner: Tensor) -> Tensor:

@@ -100,7 +100,10 @@ def default_preset(argv: Sequence[str] = ()) -> str:
 
 def _search_options(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--beam", type=int | None, default=None, help="Prefixes kept per level; the index's own setting by default."
+        "--beam",
+        type=int | None,
+        default=None,
+        help="Prefixes kept per level; the index's own, at least k, by default.",
     )
     parser.add_argument(
         "--length-penalty", type=float | None, default=None, help="Scores are log p / (digits + 1) ** this."

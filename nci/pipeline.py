@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from nci import store
@@ -71,7 +72,10 @@ def build(
         raise ConfigError(f"-o {out}: no folder can be made there: {error.strerror}") from error
     first = int(os.environ.get("RANK", "0")) == 0  # under torchrun one process writes, all train
     with store.writer_lock(out) if first else nullcontext():
-        return _build(source, out, config, queries=queries, generated=generated, engine=engine, device=device)
+        live = _build(source, out, config, queries=queries, generated=generated, engine=engine, device=device)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()  # nobody opens the index before it is published
+    return live
 
 
 def _build(
@@ -122,7 +126,7 @@ def _build(
     model = assembly.model(seen_rows=data.seen_rows if config.train.spare_unseen else None, device=device)
     report: dict[str, Any] = {"build_key": build_key, "documents": len(doc_ids)}
     if _has_pairs(data, config):
-        plan = _plan_stage(stages, content_key(corpus_key, query_key), documents, data, assembly, lexical)
+        plan = _plan_stage(stages, content_key(embed_key, query_key), documents, data, assembly, lexical)
         report["pairs"] = plan.counts
         _train(model, plan, assembly, data, out, key=build_key, device=device)
     if int(os.environ.get("RANK", "0")) != 0:
@@ -298,7 +302,8 @@ def _plan_stage(
 def _train(
     model: NCIModel, plan: BatchPlan, assembly: Assembly, data: TrainingData, out: Path, *, key: str, device: str
 ) -> None:
-    folder = out / "build" / f"train-{key}"
+    # Another number of processes reads the plan in another order: it starts its own training.
+    folder = out / "build" / f"train-{key}-{os.environ.get('WORLD_SIZE', '1')}"
     started = time.monotonic()
     train(
         model,

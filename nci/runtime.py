@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -14,14 +15,17 @@ from nci.errors import ConfigError
 
 def check_device(device: str | None) -> str:
     """The device to work on, a GPU where there is one and nothing was said; refuses one that is not there."""
-    if device is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device in (None, "cuda") and torch.cuda.is_available():
+        device = f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
+    device = device or "cpu"
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
         raise ConfigError(f"--device is cpu, cuda or cuda:N, not {device!r}") from error
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"--device {device}: this machine or this build of PyTorch has no GPU; use --device cpu")
+    if kind == "cuda" and torch.device(device).index is not None:
+        torch.cuda.set_device(device)  # the Trainer works on the current one
     return device
 
 

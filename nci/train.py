@@ -93,6 +93,9 @@ def train(
         ddp_broadcast_buffers=False,
         average_tokens_across_devices=False,
     )
+    arguments._n_gpu = (
+        1  # several GPUs in one process would each want an item of the plan; torchrun gives them one each
+    )
     dataset = PlanDataset(
         plan, leaf_of_document, pad=model.config.encoder.get("pad_token_id") or 0, lexical=lexical, states=states
     )
@@ -217,7 +220,8 @@ def _padded(rows: list[NDArray[np.int32]], pad: int) -> tuple[Tensor, Tensor]:
 
 
 def _only(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return items[0]
+    (item,) = items
+    return item
 
 
 class PlanTrainer(Trainer):  # type: ignore[misc]

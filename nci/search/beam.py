@@ -125,7 +125,7 @@ def _children(
     log_probs, child, real = model.child_log_probs(
         h.flatten(0, 1),
         flat,
-        torch.arange(len(flat), device=h.device),
+        None,
         states[:, -1] if states is not None else None,
         level,
         queries.anchors,

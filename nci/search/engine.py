@@ -101,7 +101,7 @@ class Engine:
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             queries = self.encode([cleaned[i] for i in chosen])
-            found = self._find(queries, k=k, beam=max(beam, k), length_penalty=length_penalty, mode=mode)
+            found = self._find(queries, k=k, beam=beam, length_penalty=length_penalty, mode=mode)
             documents, scores = found.documents.cpu().numpy(), found.scores.float().cpu().numpy()
             for row, i in enumerate(chosen):
                 real = np.isfinite(scores[row]) & (documents[row] >= 0)
@@ -133,7 +133,7 @@ class Engine:
 
     def zeroed(self) -> Engine:
         """The same engine without what the decoder learned: content scores alone."""
-        if self.edges is None or self.model.config.anchor == "none":
+        if self.model.config.anchor == "none":
             raise ConfigError("--system zeroed needs an index with an anchor: without one nothing is left")
         model = copy.copy(self.model)  # all weights shared but those of the head
         model._modules = dict(self.model._modules)
@@ -141,7 +141,9 @@ class Engine:
         torch.nn.init.zeros_(model.head.out.weight)
         if model.head.bias is not None:
             torch.nn.init.zeros_(model.head.bias)
-        edges = EdgeTable(torch.zeros_like(self.edges.vectors), torch.zeros_like(self.edges.bias))
+        edges = self.edges
+        if edges is not None:
+            edges = EdgeTable(torch.zeros_like(edges.vectors), torch.zeros_like(edges.bias))
         return replace(self, model=model, edges=edges)
 
     def _find(self, queries: EncodedQueries, *, k: int, beam: int, length_penalty: float, mode: Mode) -> Found:
