@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import POSITION, make_beir, make_documents, make_encoder, make_queries, tiny_config, write_lines
+from tiny import POSITION, make_beir, make_documents, make_encoder, make_queries, python, tiny_config, write_lines
 
 from nci import pipeline, store
 from nci.assembly import Assembly
@@ -651,3 +651,21 @@ def test_seeds_decide_the_bytes(encoder: Path, tmp_path: Path) -> None:
     assert one == two
     assert one["model.safetensors"] != three["model.safetensors"]
     assert Trie.load(store.resolve(tmp_path / "a") / "trie.safetensors").documents == 20
+
+
+@pytest.mark.slow
+def test_two_processes_build_one_index(encoder: Path, beir: Path, tmp_path: Path) -> None:
+    """torchrun: the first process does the stages, both train, one publishes, and both can open what was published."""
+    script = tmp_path / "both.py"
+    script.write_text(
+        "import os, sys, nci\n"
+        "from tiny import tiny_config\n"
+        "index = nci.build(sys.argv[2], sys.argv[3], tiny_config(sys.argv[1]), device='cpu')\n"
+        "print('rank', os.environ['RANK'], len(index), index.search('apple item0', k=1)[0].doc_id, flush=True)\n"
+    )
+    launch = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29571")
+    result = python(*launch, str(script), str(encoder), str(beir), str(tmp_path / "my.index"))
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "rank 0 60 d0" in result.stdout
+    assert "rank 1 60 d0" in result.stdout
+    assert Index(tmp_path / "my.index").verify(2) == []

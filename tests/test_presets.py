@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny import make_beir, make_encoder
 
 from nci.config import Config, EmbedConfig, ModelConfig, PairsConfig, SearchConfig, TrainConfig, TreeConfig
 from nci.index import Index
 from nci.pipeline import build
-from tests.tiny import make_beir, make_encoder
 
 SIZES = {"small": (6, 3, 512, 8, 2048), "base": (12, 6, 768, 12, 3072), "large": (24, 12, 1024, 16, 4096)}
 
