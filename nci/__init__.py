@@ -34,6 +34,10 @@ _WHERE = {
 __all__ = ["Config", "Document", "Hit", "Hits", "Index", "NciError", "build", "load"]
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
     """Public names are imported when first used, so that `import nci` and `nci --help` stay fast."""
     if name not in _WHERE:

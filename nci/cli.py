@@ -90,7 +90,7 @@ def search(args: Namespace) -> int:
             for number, opened in enumerate(indexes):
                 print(f"\nhow index {number + 1} came to it:" if len(indexes) > 1 else "\nhow it came about:")
                 print(opened.explain(query, [hit.doc_id for hit in hits]))
-        log.info("%d hits, %d of %d documents scored", len(hits), hits.documents_scored, len(indexes[0]))
+        log.info("%d hits, %d of %d documents scored", len(hits), hits.documents_scored, sum(map(len, indexes)))
     return 0
 
 
@@ -122,7 +122,7 @@ def evaluate(args: Namespace) -> int:
     _write_json(args.json, result)
     if args.json != "-":
         print(table({"nci" if args.system == "trained" else f"nci {args.system}": metrics}, names))
-        effort = f"{scored:.0f} of {len(indexes[0])} documents scored per query"
+        effort = f"{scored:.0f} of {sum(map(len, indexes))} documents scored per query"
         print(f"{len(queries)} queries of {args.split} in {seconds:.1f} s, {effort}")
     return 0
 
@@ -208,6 +208,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe went away: nothing to say
         return 0
+    except OSError as error:
+        print(f"nci {argv[0]}: {_plain(str(error))[:300]}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"\nnci {argv[0]}: stopped; the same command goes on where this one was", file=sys.stderr)
         return 130

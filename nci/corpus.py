@@ -153,8 +153,13 @@ def _table_rows(path: Path, maker: DocumentMaker, *, tabs: bool) -> Iterator[_Ro
 
 
 def _text_files(folder: Path) -> list[str]:
-    """Names below the folder; hidden files and folders are left out."""
-    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.suffix.lower() in TEXT_SUFFIXES)
+    """Names below the folder; hidden files and folders are left out, and so is an index that lies in it."""
+    indexes = {path.parent for path in folder.rglob("CURRENT") if (path.parent / "LOCK").exists()}
+    paths = (
+        path.relative_to(folder)
+        for path in folder.rglob("*")
+        if path.suffix.lower() in TEXT_SUFFIXES and indexes.isdisjoint(path.parents)
+    )
     visible = (path for path in paths if not any(part.startswith(".") for part in path.parts))
     names = sorted(path.as_posix() for path in visible if (folder / path).is_file())
     if not names:

@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding, AutoTo
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING
 
 from nci.errors import ConfigError, MissingModelError, MissingPackageError
+from nci.progress import hide_bars
 from nci.runtime import quiet
 
 MINILM_HUB = "sentence-transformers/all-MiniLM-L6-v2"
@@ -230,7 +231,7 @@ class TextEncoder:
         prompt = self.prompt(role)
         out = np.empty((len(texts), self.width), dtype=np.float32)  # (texts, width)
         label = progress if isinstance(progress, str) else None
-        with tqdm(desc=label, total=len(texts), unit="text", disable=None if label else True) as bar:
+        with tqdm(desc=label, total=len(texts), unit="text", disable=hide_bars(bool(label))) as bar:
             advance = progress if callable(progress) else bar.update
             for start in range(0, len(texts), _BLOCK):
                 block = [prompt + text for text in texts[start : start + _BLOCK]]

@@ -160,14 +160,14 @@ def read_run(path: Path | str) -> Run:
 
 
 def table(rows: Mapping[str, Mapping[str, float]], columns: Sequence[str] = DEFAULT_METRICS) -> str:
-    """Plain text: one line per system, values in percent, the best of each column starred, "-" where there is none."""
+    """Plain text: one line per system, values in percent, the best of several starred, "-" where there is none."""
     cells = {
         name: [f"{100 * row[column]:.2f}" if column in row else "-" for column in columns] for name, row in rows.items()
     }
     for i, column in enumerate(columns):
         best = max((row[column] for row in rows.values() if column in row), default=math.nan)
         for row in cells.values():
-            row[i] += "*" if row[i] == f"{100 * best:.2f}" else " "
+            row[i] += "*" if len(rows) > 1 and row[i] == f"{100 * best:.2f}" else " "
     width = max((len(name) for name in cells), default=0)
     widths = [max([len(column) + 1, *(len(row[i]) for row in cells.values())]) for i, column in enumerate(columns)]
     lines = [[" " * width, *(f"{column} ".rjust(w) for column, w in zip(columns, widths, strict=True))]]

@@ -96,6 +96,9 @@ class Index:
             max_length=int(self.manifest.get("query_length", self.config.pairs.max_length)),
         )
 
+    def __repr__(self) -> str:
+        return f"Index({str(self.folder)!r}, {len(self):,} documents, {self.generation.name})"
+
     def __len__(self) -> int:
         return len(self.doc_ids)
 
@@ -135,6 +138,8 @@ class Index:
             length_penalty: Scores are log p / (digits + 1) ** length_penalty.
             mode: "beam"; "unconstrained" does not use the tree (an ablation); "exhaustive" scores every document.
         """
+        if not isinstance(queries, str | Sequence):
+            raise DataError(f"a query is a string, or several of them a list; not {type(queries).__name__}")
         if k < 1:
             raise ConfigError(f"-k is at least 1, not {k}")
         if beam is not None and beam < 1:

@@ -6,6 +6,7 @@ Documents, vectors and ids are laid out in leaf order, so that a cluster is one 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,10 @@ def write_generation(folder: Path, parts: Parts) -> dict[str, object]:
     if assembly.lexical is not None:
         assembly.lexical.save(folder / "lexical")
     (folder / "README.md").write_text(model_card(parts), encoding="utf-8")
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*"):  # safetensors makes files that only their owner can read
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
     return {
         "config": config.to_dict(),
         "seeds": {"tree": config.tree.seed, "pairs": config.pairs.seed, "train": config.train.seed},
@@ -111,6 +116,8 @@ def model_card(parts: Parts) -> str:
     """A README for people who find the folder on the Hub."""
     config, trie, report = parts.assembly.config, parts.assembly.trie, parts.report
     metrics = report.get("dev") or {}
+    counts = ", ".join(f"{count:,} {source}" for source, count in report.get("pairs", {}).items() if count)
+    training = f"{config.train.epochs:g} epochs, {counts} pairs" if counts else "none"
     rows = "\n".join(f"| {name} | {100 * value:.2f} |" for name, value in metrics.items())
     table = f"\n## On `dev`\n| metric | % |\n|---|---|\n{rows}\n" if rows else ""
     return f"""---
@@ -133,7 +140,7 @@ for hit in index.search("a question", k=5):
 - documents embedded by `{config.embed.encoder}`, tree of {trie.nodes:,} nodes, {trie.positions} positions,
   k = {config.tree.k}, c = {config.tree.c}, ids {config.tree.ids}
 - decoder {config.model.decoder_layers} layers, head {config.model.head}, anchor {config.model.anchor}, score {config.model.score}
-- training: {config.train.epochs:g} epochs, {report.get("pairs", {})} pairs
+- training: {training}
 - seeds: tree {config.tree.seed}, train {config.train.seed}
 
 The documents in this folder keep their own licence. All settings are in `manifest.json`.

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from nci.config import PairsConfig
 from nci.errors import ConfigError
+from nci.progress import hide_bars
 from nci.records import Document
 
 SOURCES = ("real", "span", "generated")
@@ -150,7 +151,7 @@ def write_plan(
     documents: list[int] = []
     sources: list[int] = []
     stream = iter(pairs)
-    with tqdm(desc="pairs", unit="pair", disable=None, total=total) as bar:
+    with tqdm(desc="pairs", unit="pair", disable=hide_bars(), total=total) as bar:
         while block := list(islice(stream, _BLOCK)):
             texts = [pair.text for pair in block]
             _append(rows, "tokens", "lengths", tokenize(texts))

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save
 from tqdm import tqdm
 
 from nci.errors import ConfigError
+from nci.progress import hide_bars
 
 ENGINES = ("local",)
 
@@ -72,7 +73,7 @@ def map_shards(
     out_dir.mkdir(parents=True, exist_ok=True)
     files: list[Path] = []
     worker: Worker | None = None
-    with tqdm(desc=describe, total=total, unit=unit, disable=None if describe else True) as bar:
+    with tqdm(desc=describe, total=total, unit=unit, disable=hide_bars(bool(describe))) as bar:
         for number, shard in enumerate(shards):
             file = out_dir / f"shard-{number:05d}.safetensors"
             files.append(file)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,13 +25,16 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
 from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import PrinterCallback
 
 from nci.config import TrainConfig
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.pairs import SOURCES, BatchPlan
+from nci.progress import hide_bars
 from nci.runtime import quiet, uses_bf16
+
+log = logging.getLogger("nci")
 
 DevSearch = Callable[[NCIModel], dict[str, float]]
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
@@ -87,7 +90,7 @@ def train(
         remove_unused_columns=False,
         dataloader_num_workers=0,
         dataloader_pin_memory=device.startswith("cuda"),
-        disable_tqdm=not sys.stderr.isatty(),
+        disable_tqdm=True,  # its own bar prints raw logs; Curve draws ours
         report_to=["tensorboard"] if config.tensorboard else [],
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
@@ -102,6 +105,8 @@ def train(
     trainer = PlanTrainer(model=model, args=arguments, train_dataset=dataset, data_collator=_only, rates=config)
     trainer.remove_callback(PrinterCallback)
     resume = last_checkpoint(out)
+    if resume is not None:
+        log.info("%-10s going on at step %s of %d", "train", resume.name.split("-")[1], steps)
     trainer.add_callback(Curve(trainer, out, config, steps, dev, resumed=resume))
     with quiet():
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
@@ -151,7 +156,7 @@ class EncoderStates:
             folder / "vectors.npy", mode="w+", dtype=np.float32, shape=(len(plan.lengths), width)
         )
         order = np.argsort(plan.lengths, kind="stable")
-        with tqdm(desc="encode queries", total=len(order), unit="query", disable=None) as bar:
+        with tqdm(desc="encode queries", total=len(order), unit="query", disable=hide_bars()) as bar:
             start = 0
             while start < len(order):
                 size = max(1, tokens_per_batch // int(plan.lengths[order[min(len(order), start + 64) - 1]]))
@@ -269,6 +274,7 @@ class Curve(TrainerCallback):  # type: ignore[misc]
         self.moments = {max(1, round(steps * (i + 1) / count)) for i in range(count)}
         self.started = self.saved = time.monotonic()
         self.rows: list[dict[str, Any]] = []
+        self.bar: tqdm[Any] | None = None
         done = int(resumed.name.split("-")[1]) if resumed else 0
         if (out / "curve.csv").exists():
             with (out / "curve.csv").open(newline="") as stream:
@@ -278,6 +284,8 @@ class Curve(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         logs = kwargs.get("logs") or {}
         if state.is_world_process_zero and "loss" in logs:
+            if self.bar is not None:
+                self.bar.set_postfix(loss=f"{float(logs['loss']):.3f}")
             self._add(state.global_step, {"loss": logs["loss"], "learning_rate": logs.get("learning_rate")})
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -290,6 +298,8 @@ class Curve(TrainerCallback):  # type: ignore[misc]
             best = _best(self.out)
             if best is None or metrics[self.config.metric] > best["metrics"].get(self.config.metric, -1.0):
                 _keep_best(model, self.out, step=state.global_step, metrics=metrics)
+        if self.bar is not None:
+            self.bar.update()
         due = time.monotonic() - self.saved >= 60 * self.config.checkpoint_minutes
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             flag = torch.tensor([float(due)], device=args.device)
@@ -312,7 +322,14 @@ class Curve(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.trainer.remove_callback(ProgressCallback) if args.disable_tqdm else None
+        hidden = hide_bars(bool(state.is_world_process_zero))
+        self.bar = tqdm(desc="train", total=state.max_steps, initial=state.global_step, unit="step", disable=hidden)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.bar is not None:
+            self.bar.close()
 
     def _add(self, step: int, values: dict[str, Any]) -> None:
         seconds = round(time.monotonic() - self.started, 1)

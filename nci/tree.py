@@ -19,6 +19,7 @@ from tqdm import tqdm
 from nci.config import TreeConfig
 from nci.errors import ConfigError, DataError, IndexCorruptError
 from nci.kmeans import Floats, Labels, cluster_means, kmeans, resolve_backend
+from nci.progress import hide_bars
 from nci.records import SemanticId
 
 ARRAYS = {"paths": np.int32, "centroid_prefixes": np.int32, "centroids": np.float32}
@@ -144,7 +145,7 @@ def _semantic(vectors: Floats, config: TreeConfig, *, device: str, progress: boo
     prefixes: list[SemanticId] = []
     centroids: list[Floats] = []
     level: list[tuple[SemanticId, NDArray[np.int64]]] = [((), np.arange(documents))]
-    with tqdm(total=documents, desc="tree", unit="doc", disable=None if progress else True) as bar:
+    with tqdm(total=documents, desc="tree", unit="doc", disable=hide_bars(progress)) as bar:
         while level:
             columns.append(np.full(documents, -1, np.int32))
             deeper = []

@@ -612,3 +612,13 @@ def test_fingerprint_of_a_beir_folder_is_that_of_its_corpus(tmp_path: Path) -> N
 def test_reading_needs_no_torch() -> None:
     code = "import sys, nci.corpus; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_index_inside_a_folder_of_texts_is_no_part_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("# A\ntext")
+    index = tmp_path / "my.index" / "generation-000001"
+    index.mkdir(parents=True)
+    (index / "README.md").write_text("a card")
+    for name in ("CURRENT", "LOCK"):
+        (tmp_path / "my.index" / name).write_text("")
+    assert [document.doc_id for document in read_documents(tmp_path, CorpusConfig())] == ["a.md"]
