@@ -21,6 +21,7 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
+from tiny import make_beir, make_encoder
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -413,3 +414,13 @@ def naive() -> Callable[..., Naive]:
 def _seeded() -> None:
     """Dropout and new parameters are the same in every run of a test, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture(scope="module")
+def beir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_beir(tmp_path_factory.mktemp("data") / "beir")

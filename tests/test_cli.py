@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from tiny import POSITION, make_beir, make_documents, make_encoder, python, tiny_config, tiny_flags, write_lines
+from tiny import POSITION, make_documents, python, tiny_config, tiny_flags, write_lines
 
 import nci
 from nci import cli, store
@@ -36,16 +36,6 @@ def _as_before() -> Iterator[None]:
     log.setLevel(level)
     os.environ.clear()
     os.environ.update(environment)
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_encoder(tmp_path_factory.mktemp("encoder"))
-
-
-@pytest.fixture(scope="module")
-def beir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_beir(tmp_path_factory.mktemp("data") / "beir")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import POSITION, make_beir, make_documents, make_encoder, tiny_config, write_lines
+from tiny import POSITION, make_documents, make_encoder, tiny_config, write_lines
 
 import nci
 from nci import fuse, store
@@ -32,16 +32,6 @@ from nci.index import Hits, Index, load, search_many, snippet
 from nci.records import Document, Hit
 
 QUERY = "apple pear item0"
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_encoder(tmp_path_factory.mktemp("encoder"))
-
-
-@pytest.fixture(scope="module")
-def beir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_beir(tmp_path_factory.mktemp("data") / "beir")
 
 
 Make = Callable[..., Path]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tiny import POSITION, make_beir, make_documents, make_encoder, make_queries, python, tiny_config, write_lines
 
 from nci import pipeline, store
@@ -25,16 +26,6 @@ from nci.records import Document
 from nci.trie import Trie
 
 STAGES = ("documents", "embed", "tree", "lexical", "pairs", "train", "publish")
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_encoder(tmp_path_factory.mktemp("encoder"))
-
-
-@pytest.fixture(scope="module")
-def beir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_beir(tmp_path_factory.mktemp("data") / "beir")
 
 
 @pytest.fixture(scope="module")
@@ -604,14 +595,10 @@ def test_a_wrong_metric_is_noticed_before_any_training(
         build(beir, tmp_path / "my.index", tiny_config(encoder, train={"metric": "bogus"}))
 
 
-@pytest.mark.parametrize("device", ["bogus", "cuda"])
+@pytest.mark.parametrize("device", ["bogus"] if torch.cuda.is_available() else ["bogus", "cuda"])
 def test_a_device_that_is_not_there_is_an_error_of_the_user(
     encoder: Path, beir: Path, tmp_path: Path, device: str
 ) -> None:
-    import torch
-
-    if device == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
     with pytest.raises(NciError):
         build(beir, tmp_path / "my.index", untrained(encoder), device=device)
 
