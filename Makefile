@@ -30,7 +30,7 @@ demo: install ## Index Python's own documentation and search it: offline, minute
 quick: install ## Tests without the slow ones: under 2 minutes
 	$(PYTEST) -m "not slow"
 
-test: install ## All tests: under 8 minutes on 2 cores
+test: install ## All tests: minutes on 2 cores
 	$(PYTEST)
 
 lint: install ## Format, style and types
@@ -42,8 +42,9 @@ format: install ## Format the code
 	$(BIN)/ruff format nci tests benchmarks
 	$(BIN)/ruff check --fix nci tests benchmarks
 
-bench: install ## Measure: tree building, and quality on the data in NCI_DATA
+bench: install ## Measure: tree building, search speed, and quality on the data in NCI_DATA
 	$(BIN)/python benchmarks/tree.py --documents 100000 --width 768
+	$(BIN)/python benchmarks/search.py
 	$(BIN)/python benchmarks/quality.py
 
 clean: ## Remove the environment and build output

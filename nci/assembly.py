@@ -24,6 +24,7 @@ from nci.lexical import LexicalScores
 from nci.model import NCIConfig, NCIModel
 from nci.records import Query
 from nci.search import Engine
+from nci.search.content import DocumentVectors
 from nci.trie import Trie
 
 DevQueries = Sequence[tuple[Query, list[int]]]
@@ -76,6 +77,9 @@ class Assembly:
         return Engine.for_model(
             model,
             self.query_encoder.tokenizer,
+            self.trie,
+            vectors=DocumentVectors(self.vectors),
+            precision=self.config.search.precision,
             lexical=self.lexical,
             embedder=self.embedder if model.config.query_vector == "stored" else None,
             prompt=self.query_encoder.prompt("query"),

@@ -155,12 +155,40 @@ def demo(args: Namespace) -> int:
     return 0
 
 
+def bench(args: Namespace) -> int:
+    from nci.bench import as_json, table
+    from nci.bench.compare import Settings, compare_index, content_ms, default_queries
+    from nci.bench.timing import device_name
+    from nci.corpus import read_queries
+    from nci.index import load
+
+    settings = Settings(
+        systems=[name.strip() for name in args.systems.split(",")],
+        beams=_whole_numbers("--beams", args.beams),
+        batches=_whole_numbers("--batches", args.batches or ("1,16,64,256,512" if args.device != "cpu" else "1,8,32")),
+        slow_batches=_whole_numbers("--slow-batches", args.slow_batches),
+        seconds=args.seconds,
+        k=args.k,
+    )
+    opened = load(args.index, device=args.device)
+    texts = [query.text for query in read_queries(args.queries)] if args.queries else default_queries(opened)
+    rows = compare_index(opened, texts, settings)
+    _write_json(args.json, as_json(device_name(opened.engine.device), rows))
+    if args.json != "-":
+        print(table(rows))
+        alone = content_ms(opened, texts)
+        if alone is not None:
+            print(f"the content score takes {alone:.2f} ms of a query; it grows with the documents")
+    return 0
+
+
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], Any], Callable[[Any], int]]] = {
     "demo": ("index the documentation of Python's standard library, evaluate, search", parsers.demo, demo),
     "index": ("make an index of a corpus", parsers.index, index),
     "search": ("search an index, or several as an ensemble", parsers.search, search),
     "evaluate": ("metrics on the queries of a data set", parsers.evaluate, evaluate),
     "verify": ("check that an index is whole", parsers.verify, verify),
+    "bench": ("measure how fast an index is, beside other systems", parsers.bench, bench),
 }
 
 HELP = f"""usage: nci COMMAND ...
@@ -253,10 +281,24 @@ def _open(names: Iterable[str], args: Namespace) -> list[Index]:
 def _search_all(indexes: Sequence[Index], texts: list[str], args: Namespace) -> list[Hits]:
     from nci.index import search_many
 
-    mode = "unconstrained" if args.unconstrained else "beam"
     return search_many(
-        indexes, texts, args.k, method=args.merge, beam=args.beam, length_penalty=args.length_penalty, mode=mode
+        indexes,
+        texts,
+        args.k,
+        method=args.merge,
+        beam=None if args.beam is None else _whole_numbers("--beam", args.beam),
+        length_penalty=args.length_penalty,
+        mode="unconstrained" if args.unconstrained else "beam",
+        stop_depth=args.stop_depth,
     )
+
+
+def _whole_numbers(flag: str, text: object) -> list[int]:
+    """Numbers of a flag like 10,100."""
+    try:
+        return [int(part) for part in str(text).split(",")]
+    except ValueError:
+        raise _Typed(f"{flag} is a whole number, or several separated by commas; not {str(text)!r}") from None
 
 
 def _as_json(hits: Hits) -> dict[str, Any]:

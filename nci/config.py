@@ -294,9 +294,7 @@ class TrainConfig(_Section):
         _check(self.batch_size >= 1, "--train.batch_size is at least 1")
         _check(self.accumulation >= 1, "--train.accumulation is at least 1")
         _check(self.encoder_lr >= 0 and self.decoder_lr >= 0, "--train.encoder_lr and decoder_lr are at least 0")
-        _check(
-            0 <= self.warmup < 1, f"--train.warmup is a share of the steps, at least 0 and below 1, not {self.warmup}"
-        )
+        _check(0 <= self.warmup < 1, f"--train.warmup is a share of the steps, from 0 to below 1, not {self.warmup}")
         _check(self.weight_decay >= 0, f"--train.weight_decay is at least 0, not {self.weight_decay}")
         _check(self.max_grad_norm >= 0, f"--train.max_grad_norm is at least 0, not {self.max_grad_norm}")
         _check(self.alpha >= 0, f"--train.alpha is at least 0, not {self.alpha}")
@@ -313,17 +311,19 @@ class SearchConfig(_Section):
     Args:
         beam: Prefixes kept per level.
         length_penalty: Scores are log p / (digits + 1) ** length_penalty.
-        batch_size: Queries per pass.
+        batch_size: Queries per pass; 0 takes what suits the device.
+        precision: auto takes bf16 on a GPU, int8 on a CPU with instructions for it, else fp32, the reference.
     """
 
     beam: int = 100
     length_penalty: float = 0.0
-    batch_size: int = 32
+    batch_size: int = 0
+    precision: Literal["auto", "fp32", "bf16", "int8"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check(self.beam >= 1, f"--search.beam is at least 1, not {self.beam}")
-        _check(self.batch_size >= 1, "--search.batch_size is at least 1")
+        _check(self.batch_size >= 0, "--search.batch_size is at least 0")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from nci.pack import DocumentFile
 from nci.records import Hit, Query, Run
 from nci.runtime import check_device, quiet
 from nci.search import EdgeTable, Engine
-from nci.search.engine import Mode
+from nci.search.content import DocumentVectors
+from nci.search.engine import Beam, Mode
 from nci.training_data import TrainingQueries
 from nci.trie import Trie
 
@@ -77,19 +78,23 @@ class Index:
                 f"{folder}/model.safetensors does not fit config.json: {names[0]}; build the index again"
             )
         needs_vectors = model.config.anchor != "none" or model.config.content
-        model.bind(self.trie, self.vectors() if needs_vectors else None)
-        model.to(device).eval()
         edges = None
         if model.config.foldable:
-            table = EdgeTable.load(folder / "edges.safetensors", nodes=self.trie.nodes, d_model=model.config.d_model)
-            edges = EdgeTable(table.vectors.to(device), table.bias.to(device))
+            inner = int((np.diff(self.trie.child_start) > 0).sum())
+            edges = EdgeTable.load(
+                folder / "edges.safetensors", nodes=self.trie.nodes, inner=inner, d_model=model.config.d_model
+            )
         hybrid = model.config.anchor == "exact" and model.config.score == "dense+bm25"
         lexical = LexicalScores.load(folder / "lexical") if hybrid else None
         stored = model.config.anchor != "none" and model.config.query_vector == "stored"
         return Engine(
-            model,
+            model.eval(),
             tokenizer,
+            self.trie,
+            vectors=DocumentVectors.load(folder) if needs_vectors else None,
             edges=edges,
+            precision=self.config.search.precision,
+            device=device,
             lexical=lexical,
             embedder=load_embedder(self.config, folder / "embedder", device) if stored else None,
             prompt=str(self.manifest.get("prompt", "")),
@@ -108,9 +113,10 @@ class Index:
         queries: str,
         k: int = 10,
         *,
-        beam: int | None = None,
+        beam: Beam | None = None,
         length_penalty: float | None = None,
         mode: Mode = "beam",
+        stop_depth: int | None = None,
     ) -> Hits: ...
     @overload
     def search(
@@ -118,32 +124,37 @@ class Index:
         queries: Sequence[str],
         k: int = 10,
         *,
-        beam: int | None = None,
+        beam: Beam | None = None,
         length_penalty: float | None = None,
         mode: Mode = "beam",
+        stop_depth: int | None = None,
     ) -> list[Hits]: ...
     def search(
         self,
         queries: str | Sequence[str],
         k: int = 10,
         *,
-        beam: int | None = None,
+        beam: Beam | None = None,
         length_penalty: float | None = None,
         mode: Mode = "beam",
+        stop_depth: int | None = None,
     ) -> Hits | list[Hits]:
         """The k best documents of a query, or of each of several queries.
 
         Args:
-            beam: Prefixes kept per level; a beam below k finds fewer than k hits. By default the index's own, at least k.
+            beam: Prefixes kept per level, one number or one per level; a beam below k finds fewer than k hits. By default
+                the index's own, at least k.
             length_penalty: Scores are log p / (digits + 1) ** length_penalty.
             mode: "beam"; "unconstrained" does not use the tree (an ablation); "exhaustive" scores every document.
+            stop_depth: Stop after so many digits and return whole clusters, best first, until they hold k documents.
         """
         if not isinstance(queries, str | Sequence):
             raise DataError(f"a query is a string, or several of them a list; not {type(queries).__name__}")
         if k < 1:
             raise ConfigError(f"-k is at least 1, not {k}")
-        if beam is not None and beam < 1:
-            raise ConfigError(f"--beam is at least 1, not {beam}")
+        beams = () if beam is None else (beam,) if isinstance(beam, int) else tuple(beam)
+        if beam is not None and (not beams or min(beams) < 1):
+            raise ConfigError(f"--beam is at least 1, not {','.join(map(str, beams)) or 'nothing'}")
         rankings = self.engine.search(
             [queries] if isinstance(queries, str) else list(queries),
             k=min(k, len(self)),
@@ -151,6 +162,7 @@ class Index:
             length_penalty=self.config.search.length_penalty if length_penalty is None else length_penalty,
             mode=mode,
             batch_size=self.config.search.batch_size,
+            stop_depth=stop_depth,
         )
         out: list[Hits] = []
         for ranking in rankings:
@@ -195,7 +207,7 @@ class Index:
         order = np.arange(len(self), dtype=np.int64)
         lexical = self.engine.lexical
         assembly = Assembly(self.config, self.trie, model.config.values, order, vectors, encoder, encoder, lexical)
-        return assembly.engine(assembly.model(device=str(model.device)))
+        return assembly.engine(assembly.model(device=self.engine.device))
 
     def vectors(self) -> NDArray[np.float32]:
         """Vectors of the documents, in the order of `doc_ids`: (documents, width)."""
@@ -239,6 +251,8 @@ class Index:
 
     def verify(self, level: int = 1) -> list[str]:
         """Problems found, none when all is well: level 1 checks every byte, level 2 also that the parts fit together."""
+        from nci.structure import check_structure
+
         problems = store.verify_checksums(self.generation)
         return problems if problems or level < 2 else check_structure(self)
 
@@ -273,60 +287,6 @@ def snippet(text: str, width: int = 100) -> str:
     """The beginning of a text, cut between words."""
     flat = " ".join(text[: 4 * width].split())
     return flat if len(flat) <= width else flat[:width].rsplit(" ", 1)[0] + " ..."
-
-
-def check_structure(index: Index) -> list[str]:
-    """Level 2 of verify: trie, ids, documents, vectors and weights belong together and are finite."""
-    problems: list[str] = []
-    documents = index.trie.documents
-    if len(set(index.doc_ids)) != documents:
-        problems.append("doc_ids.json: an id occurs twice")
-    offsets = np.asarray(index._offsets)
-    if len(offsets) != documents + 1 or (np.diff(offsets) <= 0).any():
-        problems.append("offsets.npy: does not name one line per document")
-    elif offsets[-1] != index.documents.path.stat().st_size:
-        problems.append("offsets.npy: does not end where documents.jsonl ends")
-    else:
-        wrong = next((n for n in range(documents) if not _is_at_home(index, n)), None)
-        if wrong is not None:
-            problems.append(f"documents.jsonl: line {wrong + 1} is not the document that doc_ids.json names")
-    vectors = np.load(index.generation / "vectors.npy", mmap_mode="r", allow_pickle=False)
-    if vectors.shape != (documents, index.engine.model.config.d_content) or not np.isfinite(vectors).all():
-        problems.append(f"vectors.npy: expected {documents} finite vectors, found shape {vectors.shape}")
-    centroids = np.load(index.generation / "centroids.npy", mmap_mode="r", allow_pickle=False)
-    inner = int((np.diff(index.trie.child_start) > 0).sum()) - 1
-    if len(centroids) != inner or not np.isfinite(centroids).all():
-        problems.append(f"centroids.npy: expected {inner} finite centroids, found shape {centroids.shape}")
-    for name, parameter in index.engine.model.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            problems.append(f"model.safetensors: {name} holds values that are not finite")
-    edges = index.engine.edges
-    if edges is not None:
-        from nci.search import fold
-
-        if not _is_same_table(fold(index.engine.model), edges):
-            problems.append("edges.safetensors: is not the fold of this model")
-    if (
-        index.trie.positions != index.engine.model.config.positions
-        or index.trie.nodes != index.engine.model.config.nodes
-    ):
-        problems.append("trie.safetensors: belongs to another model")
-    return problems
-
-
-def _is_at_home(index: Index, number: int) -> bool:
-    """Whether the line of a document holds the document that its id names."""
-    try:
-        return bool(index.document(number)["doc_id"] == index.doc_ids[number])
-    except IndexCorruptError:
-        return False
-
-
-def _is_same_table(a: EdgeTable, b: EdgeTable) -> bool:
-    """Equal within rounding."""
-    import torch
-
-    return bool(torch.allclose(a.vectors, b.vectors, atol=1e-3) and torch.allclose(a.bias, b.bias, atol=1e-5))
 
 
 def build(

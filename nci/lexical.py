@@ -175,6 +175,11 @@ class LexicalScores:
             analyser=analyser, vocabulary=vocabulary, data=data, indices=indices, indptr=indptr, documents=documents
         )
 
+    @property
+    def postings(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Weights, documents, and where the postings of each word begin."""
+        return self._data, self._indices, self._indptr
+
     def columns(self, queries: Sequence[str]) -> list[npt.NDArray[np.int32]]:
         """The known words of each query as numbers of columns; a word asked twice comes twice."""
         known = self._columns

@@ -101,9 +101,14 @@ def default_preset(argv: Sequence[str] = ()) -> str:
 def _search_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--beam",
+        default=None,
+        help="Prefixes kept per level, as 100 or, level by level, as 30,100,50; the index's own, at least k, by default.",
+    )
+    parser.add_argument(
+        "--stop-depth",
         type=int | None,
         default=None,
-        help="Prefixes kept per level; the index's own, at least k, by default.",
+        help="Stop after so many digits and return whole clusters, best first, until they hold k documents.",
     )
     parser.add_argument(
         "--length-penalty", type=float | None, default=None, help="Scores are log p / (digits + 1) ** this."
@@ -154,6 +159,33 @@ def verify(argv: Sequence[str]) -> ArgumentParser:
     )
     parser.add_argument("index", metavar="INDEX")
     parser.add_argument("--level", type=int, default=2, help="1 or 2.")
+    parser.add_argument("--json", metavar="FILE", default=None, help="Write one JSON object; - is standard output.")
+    return parser
+
+
+def bench(argv: Sequence[str]) -> ArgumentParser:
+    parser = _parser(
+        "Measure an index: latency of one query, throughput at the best batch, and the share of what the hardware could "
+        "do, beside other systems on the same tree and queries. The two references (paper-search, hf-generate) have "
+        "random weights of the same size and are slow: leave them out with --systems nci,encoder,dense,bm25."
+    )
+    parser.add_argument("index", metavar="INDEX")
+    parser.add_argument(
+        "--systems",
+        default="nci,paper-search,hf-generate,encoder,dense,dense-hnsw,bm25",
+        help="Which, separated by commas.",
+    )
+    parser.add_argument("--beams", default="10,100", help="Prefixes kept per level, separated by commas.")
+    parser.add_argument(
+        "--batches", default=None, help="Queries per call, separated by commas; tried until throughput falls."
+    )
+    parser.add_argument("--slow-batches", default="1,8", help="The same for the two references.")
+    parser.add_argument(
+        "--queries", metavar="FILE", default=None, help="queries.jsonl, .tsv or .txt; titles of documents by default."
+    )
+    parser.add_argument("--seconds", type=float, default=2.0, help="Length of each measurement.")
+    parser.add_argument("-k", type=int, default=10, help="Hits per query.")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda.")
     parser.add_argument("--json", metavar="FILE", default=None, help="Write one JSON object; - is standard output.")
     return parser
 

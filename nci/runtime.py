@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from transformers.utils import logging as transformers_logging
 
 from nci.errors import ConfigError
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
 
 
 def check_device(device: str | None) -> str:
@@ -34,6 +38,26 @@ def uses_bf16(precision: Literal["auto", "fp32", "bf16"], device: str) -> bool:
     if precision == "auto":
         return device.startswith("cuda") or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return precision == "bf16"
+
+
+def one_thread_each(work: Callable[[Job], Result], jobs: Sequence[Job]) -> list[Result]:
+    """Results of some jobs on the CPU, by as many workers as torch has threads, each with one thread of its own.
+
+    Small products gain nothing from a second thread, and threads that wait for each other collapse on busy cores.
+    """
+    threads = torch.get_num_threads()
+
+    def alone(job: Job) -> Result:
+        torch.set_num_threads(1)  # holds for the thread that calls it
+        return work(job)
+
+    try:
+        if len(jobs) < 2 or threads < 2:
+            return [alone(job) for job in jobs]
+        with ThreadPoolExecutor(min(threads, len(jobs))) as pool:
+            return list(pool.map(alone, jobs))
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

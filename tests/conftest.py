@@ -50,12 +50,12 @@ PATHS: list[SemanticId] = [
 # fmt: on
 
 
-def bert(width: int = WIDTH, dropout: float = 0.0) -> dict[str, Any]:
+def bert(width: int = WIDTH, dropout: float = 0.0, layers: int = 1) -> dict[str, Any]:
     return {
         "model_type": "bert",
         "vocab_size": 4 + len(WORDS),
         "hidden_size": width,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": layers,
         "num_attention_heads": 2,
         "intermediate_size": 2 * width,
         "max_position_embeddings": 32,
@@ -65,7 +65,7 @@ def bert(width: int = WIDTH, dropout: float = 0.0) -> dict[str, Any]:
     }
 
 
-def t5(width: int = WIDTH, dropout: float = 0.0) -> dict[str, Any]:
+def t5(width: int = WIDTH, dropout: float = 0.0, layers: int = 1) -> dict[str, Any]:
     return {
         "model_type": "t5",
         "vocab_size": 4 + len(WORDS),
@@ -73,10 +73,18 @@ def t5(width: int = WIDTH, dropout: float = 0.0) -> dict[str, Any]:
         "d_kv": width // 2,
         "num_heads": 2,
         "d_ff": 2 * width,
-        "num_layers": 1,
+        "num_layers": layers,
         "dropout_rate": dropout,
         "pad_token_id": 0,
     }
+
+
+ENCODERS: dict[str, Callable[..., dict[str, Any]]] = {
+    "bert": bert,
+    "t5": t5,
+    "t5-gated": lambda *shape: t5(*shape) | {"feed_forward_proj": "gated-gelu"},
+    "bert-relu": lambda *shape: bert(*shape) | {"hidden_act": "relu"},
+}
 
 
 @pytest.fixture(scope="session")
@@ -150,7 +158,7 @@ def make_model(
     """A bound model in eval mode; keyword arguments are those of NCIConfig.
 
     `trained` moves every weight outside the encoder away from its start value, so that no term of the logit is zero and
-    no matrix is the identity.
+    no matrix is the identity; `moved` does the same inside, where biases begin at zero and weights of norms at one.
     """
 
     def make(
@@ -159,13 +167,15 @@ def make_model(
         encoder: str = "bert",
         encoder_width: int = WIDTH,
         encoder_dropout: float = 0.0,
+        encoder_layers: int = 1,
         trained: bool = True,
+        moved: bool = False,
         seed: int = 0,
         **settings: Any,
     ) -> NCIModel:
         tree = make_trie(ids)
         given: dict[str, Any] = {
-            "encoder": {"bert": bert, "t5": t5}[encoder](encoder_width, encoder_dropout),
+            "encoder": ENCODERS[encoder](encoder_width, encoder_dropout, encoder_layers),
             "d_model": WIDTH,
             "decoder_layers": 2,
             "adapter_layers": 0 if settings.get("head") == "tied" else 1,
@@ -182,11 +192,10 @@ def make_model(
         }
         torch.manual_seed(seed)
         model = NCIModel(NCIConfig(**(given | settings)))
-        if trained:
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    if not name.startswith("encoder."):
-                        parameter.add_(0.3 * torch.randn_like(parameter))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if moved if name.startswith("encoder.") else trained:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
         model.bind(tree, unit_vectors(tree.documents, encoder_width))
         model.eval()
         return model

@@ -209,7 +209,7 @@ def test_unknown_names_are_errors_that_list_the_known_ones() -> None:
         ("train", "dev_queries", 0),
         ("train", "checkpoint_minutes", -1),
         ("search", "beam", 0),
-        ("search", "batch_size", 0),
+        ("search", "batch_size", -1),
         ("search", "length_penalty", math.nan),
     ],
 )

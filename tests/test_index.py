@@ -138,8 +138,10 @@ def test_how_many_documents_were_scored(make: Make, index: Index) -> None:
     for anchor in ("none", "mean"):
         other = Index(make(model={"anchor": anchor}))
         narrow = other.search(QUERY, k=1, beam=1).documents_scored
-        wide = other.search(QUERY, k=1, beam=60).documents_scored
+        wide = other.search(QUERY, k=60, beam=60).documents_scored
+        pruned = other.search(QUERY, k=1, beam=60).documents_scored
         assert 1 <= narrow < wide == 60
+        assert 1 <= pruned <= wide, "what cannot be the best any more is not looked at"
 
 
 def test_searching_twice_gives_the_same_and_company_does_not_matter(index: Index) -> None:
@@ -395,7 +397,15 @@ def test_what_is_in_a_generation(folder: Path) -> None:
     names = {path.relative_to(store.resolve(folder)).as_posix() for path in store.resolve(folder).rglob("*")}
     assert {
         *("manifest.json", "config.json", "model.safetensors", "tokenizer.json", "README.md", "trie.safetensors"),
-        *("edges.safetensors", "vectors.npy", "centroids.npy", "embedder/model.safetensors", "documents.jsonl"),
+        *(
+            "edges.safetensors",
+            "vectors.npy",
+            "codes.npy",
+            "scales.npy",
+            "centroids.npy",
+            "embedder/model.safetensors",
+            "documents.jsonl",
+        ),
         *("offsets.npy", "doc_ids.json"),
     } <= names
     card = (store.resolve(folder) / "README.md").read_text()
@@ -564,6 +574,14 @@ def fewer_vectors(folder: Path) -> None:
     np.save(folder / "vectors.npy", np.load(folder / "vectors.npy")[:-1])
 
 
+def other_codes(folder: Path) -> None:
+    np.save(folder / "codes.npy", np.load(folder / "codes.npy")[::-1])
+
+
+def fewer_codes(folder: Path) -> None:
+    np.save(folder / "codes.npy", np.load(folder / "codes.npy")[:-1])
+
+
 def fewer_centroids(folder: Path) -> None:
     np.save(folder / "centroids.npy", np.load(folder / "centroids.npy")[1:])
 
@@ -625,6 +643,8 @@ def broken_document(folder: Path) -> None:
         (nan_weight, "decoder.norm.weight"),
         (nan_vector, "vectors.npy"),
         (fewer_vectors, ""),
+        (fewer_codes, "codes.npy"),
+        (other_codes, "codes.npy"),
         (fewer_centroids, "centroids.npy"),
         (other_weights, "edges.safetensors"),
         (no_edges, ""),

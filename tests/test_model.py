@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
+from reference import folded_search
 from scipy.special import log_softmax
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from nci.errors import ConfigError
 from nci.losses import consistency_loss
 from nci.model import NCIConfig, NCIModel
 from nci.records import SemanticId
-from nci.search import EncodedQueries, beam_search, exhaustive_search, fold, score_all
+from nci.search import EncodedQueries, exhaustive_search, plain_search, score_all
 from nci.trie import Trie
 
 MakeModel = Callable[..., NCIModel]
@@ -342,8 +343,8 @@ def test_an_untrained_index_with_an_exact_anchor_is_flat_search(
     order, wanted = np.argsort(-flat, axis=1), np.sort(log_softmax(flat, axis=1), axis=1)[:, ::-1]
     size = len(paths)
     for found in (
-        beam_search(model, queries, beam=size, k=size),
-        beam_search(model, queries, beam=size, k=size, edges=fold(model)),
+        plain_search(model, queries, beam=size, k=size),
+        folded_search(model, batch, queries.anchors, beam=size, k=size),
         exhaustive_search(model, queries, k=size),
     ):
         np.testing.assert_array_equal(found.documents.numpy(), order)

@@ -489,7 +489,8 @@ def test_every_kind_of_index_is_whole_and_finds(
     hits = index.search("apple pear item0", k=60, beam=100)
     assert len({hit.doc_id for hit in hits}) == len(hits) == 60
     exhaustive = index.search("apple pear item0", k=60, mode="exhaustive")
-    assert np.allclose([hit.score for hit in hits], [hit.score for hit in exhaustive], atol=1e-3)
+    # The edge table is stored as bf16.
+    assert np.allclose([hit.score for hit in hits], [hit.score for hit in exhaustive], atol=2e-2)
     total = float(np.exp([hit.score for hit in hits]).sum())
     if changes.get("model", {}).get("normalise") in ("position", "vocabulary"):
         assert total <= 1 + 1e-3  # the rest went to strings that are no ids

@@ -1,10 +1,10 @@
-"""Search against a literal Algorithm 2 over Python lists, against exhaustive scoring, and folded against unfolded."""
+"""Searches by the model's own modules against Algorithm 2 over Python lists and against each other; folding."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,20 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
+from reference import algorithm_2, assert_same, constrained, folded_search, ranked
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nci.errors import ConfigError, DataError
-from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.records import SemanticId
 from nci.search import (
     EdgeTable,
     EncodedQueries,
-    Engine,
     Found,
-    beam_search,
     exhaustive_search,
     fold,
+    plain_search,
     score_all,
     unconstrained_search,
 )
@@ -36,7 +35,6 @@ MakeNaive = Callable[..., Any]
 Vectors = Callable[..., NDArray[np.float32]]
 Ask = Callable[..., EncodedQueries]
 Batch = dict[str, Tensor]
-Ranked = list[tuple[SemanticId, float]]
 
 CASES: dict[str, dict[str, Any]] = {
     "tied": {"head": "tied"},
@@ -58,106 +56,30 @@ TRIES: dict[str, list[SemanticId]] = {
 }
 
 
-def algorithm_2(
-    f: Callable[[SemanticId], dict[int, float]],
-    is_leaf: Callable[[SemanticId], bool],
-    *,
-    beam: int,
-    steps: int,
-    k: int,
-    digits: Callable[[SemanticId], int] = len,
-    length_penalty: float = 0.0,
-) -> tuple[Ranked, int]:
-    """Constrained beam search as the paper prints it, and how many leaves were looked at.
-
-    Args:
-        f: prefix -> {next token: log p}.
-        steps: The paper's n; one more round than digits, in which the last leaves are noted.
-        digits: Digits of an id, the m of the length penalty.
-    """
-    result_ids: Ranked = []
-    looked_at = 0
-    b: Ranked = [((), 0.0)]
-    for _ in range(steps + 1):
-        candidates: Ranked = []
-        for prefix, sum_log_prob in b:
-            if is_leaf(prefix):
-                result_ids.append((prefix, sum_log_prob / (digits(prefix) + 1) ** length_penalty))
-            else:
-                for token, log_prob in f(prefix).items():
-                    candidates.append(((*prefix, token), sum_log_prob + log_prob))
-                    looked_at += is_leaf((*prefix, token))
-        b = sorted(candidates, key=lambda pair: -pair[1])[:beam]
-    return sorted(result_ids, key=lambda pair: -pair[1])[:k], looked_at
-
-
-def constrained(
-    model: NCIModel, queries: EncodedQueries, number: int, *, beam: int, k: int, length_penalty: float
-) -> tuple[Ranked, int]:
-    """Algorithm 2 over the steps that the teacher-forced model gives to every id."""
-    trie = model.tables.trie
-    row = torch.full((trie.documents,), number)
-    mask = queries.mask[row][:, None, None, :].bool()
-    vectors = None if queries.vectors is None else queries.vectors[row]
-    anchors = None if queries.anchors is None else queries.anchors[row]
-    with torch.no_grad():
-        log_probs, _, _ = model.path_log_probs(
-            model.memories(queries.states[row]), mask, torch.arange(trie.documents), vectors, anchors
-        )
-    ids = [trie.semantic_id(document) for document in range(trie.documents)]
-    after: dict[SemanticId, dict[int, float]] = {}
-    for path, steps in zip(ids, log_probs.tolist(), strict=True):
-        for n, digit in enumerate(path):
-            after.setdefault(path[:n], {})[digit] = steps[n]
-    ends = model.config.normalise != "children"
-    return algorithm_2(
-        after.__getitem__,
-        set(ids).__contains__,
-        beam=beam,
-        steps=max(map(len, ids)),
-        k=k,
-        digits=lambda path: len(path) - ends,
-        length_penalty=length_penalty,
-    )
-
-
-def ranked(model: NCIModel, found: Found, number: int) -> Ranked:
-    """One query's results as ids; what is not there is marked alike in both tensors."""
-    trie = model.tables.trie
-    documents, scores = found.documents[number].tolist(), found.scores[number].tolist()
-    assert [d >= 0 for d in documents] == [s > -np.inf for s in scores]
-    assert not np.isnan(scores).any()
-    return [(trie.semantic_id(d), s) for d, s in zip(documents, scores, strict=True) if d >= 0]
-
-
-def assert_same(found: Ranked, wanted: Ranked, atol: float = 1e-4) -> None:
-    assert [path for path, _ in found] == [path for path, _ in wanted]
-    np.testing.assert_allclose([s for _, s in found], [s for _, s in wanted], atol=atol)
-
-
-def tables(model: NCIModel) -> list[EdgeTable | None]:
-    """All ways to search this model: by its own head and, where possible, by a folded table."""
-    return [None, fold(model)] if model.config.foldable else [None]
+def ways(model: NCIModel, batch: Batch, queries: EncodedQueries) -> list[Callable[..., Found]]:
+    """All ways to search this model: by its own modules and, where possible, folded."""
+    plain: Callable[..., Found] = functools.partial(plain_search, model, queries)
+    folded: Callable[..., Found] = functools.partial(folded_search, model, batch, queries.anchors)
+    return [plain, folded] if model.config.foldable else [plain]
 
 
 # ---- Algorithm 2
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 0.8, 1.0])
-@pytest.mark.parametrize("beam", [1, 2, 10])
+@pytest.mark.parametrize("beam", [1, 2, 10, [3, 1, 7]], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_beam_search_is_algorithm_2(
-    make_model: MakeModel, ask: Ask, batch: Batch, case: str, beam: int, length_penalty: float
+def test_plain_search_is_algorithm_2(
+    make_model: MakeModel, ask: Ask, batch: Batch, case: str, beam: Any, length_penalty: float
 ) -> None:
     model = make_model(**CASES[case])
     queries = ask(model, **batch)
-    for edges in tables(model):
-        found = beam_search(model, queries, edges=edges, beam=beam, k=10, length_penalty=length_penalty)
-        for number in range(3):
-            wanted, looked_at = constrained(model, queries, number, beam=beam, k=10, length_penalty=length_penalty)
-            assert_same(ranked(model, found, number), wanted)
-            exact = model.config.anchor == "exact"  # its anchors have read every document
-            assert int(found.scored[number]) == (model.tables.trie.documents if exact else looked_at)
+    found = plain_search(model, queries, beam=beam, k=10, length_penalty=length_penalty)
+    for number in range(3):
+        wanted, looked_at = constrained(model, queries, number, beam=beam, k=10, length_penalty=length_penalty)
+        assert_same(ranked(model, found, number), wanted)
+        exact = model.config.anchor == "exact"  # its anchors have read every document
+        assert int(found.scored[number]) == (model.tables.trie.documents if exact else looked_at)
 
 
 @pytest.mark.parametrize("case", ["tied", "additive-exact", "product-query", "additive-position"])
@@ -166,8 +88,8 @@ def test_beam_search_is_algorithm_2(
 def test_trees_of_any_shape(make_model: MakeModel, ask: Ask, batch: Batch, name: str, beam: int, case: str) -> None:
     model = make_model(TRIES[name], **CASES[case])
     queries = ask(model, **batch)
-    for edges, length_penalty in itertools.product(tables(model), (0.0, 1.0)):
-        found = beam_search(model, queries, edges=edges, beam=beam, k=5, length_penalty=length_penalty)
+    for search, length_penalty in itertools.product(ways(model, batch, queries), (0.0, 1.0)):
+        found = search(beam=beam, k=5, length_penalty=length_penalty)
         for number in range(3):
             wanted, _ = constrained(model, queries, number, beam=beam, k=5, length_penalty=length_penalty)
             assert_same(ranked(model, found, number), wanted)
@@ -176,20 +98,18 @@ def test_trees_of_any_shape(make_model: MakeModel, ask: Ask, batch: Batch, name:
 def test_a_length_penalty_changes_the_order(make_model: MakeModel, ask: Ask, batch: Batch) -> None:
     model = make_model(TRIES["uneven"])
     queries = ask(model, **batch)
-    orders = [beam_search(model, queries, beam=20, k=7, length_penalty=x).documents.tolist() for x in (0.0, 1.0)]
+    orders = [plain_search(model, queries, beam=20, k=7, length_penalty=x).documents.tolist() for x in (0.0, 1.0)]
     assert orders[0] != orders[1]
 
 
-@pytest.mark.parametrize("folded", [False, True])
-def test_a_beam_that_ends_early_finds_one_document(make_model: MakeModel, ask: Ask, batch: Batch, folded: bool) -> None:
+def test_a_beam_that_ends_early_finds_one_document(make_model: MakeModel, ask: Ask, batch: Batch) -> None:
     """All rows are dead from the second level on."""
     model = make_model(TRIES["uneven"], edge_bias=True)
     queries = ask(model, **batch)
     assert model.head.bias is not None
     with torch.no_grad():  # node 1 is the leaf (0,)
         model.head.bias[1] += 30.0
-    edges = fold(model) if folded else None
-    found = beam_search(model, queries, edges=edges, beam=1, k=3)
+    found = plain_search(model, queries, beam=1, k=3)
     for number in range(3):
         assert [path for path, _ in ranked(model, found, number)] == [(0,)]
         assert found.documents[number, 1:].tolist() == [-1] * (found.documents.shape[1] - 1)
@@ -202,12 +122,11 @@ def test_beam_one_dies_for_some_queries_only(make_model: MakeModel, unit_vectors
     vectors = torch.tensor(unit_vectors(24, seed=1))
     queries = EncodedQueries(torch.randn(24, 5, 16), torch.ones(24, 5).long(), vectors, model.anchors(vectors))
     lengths = set()
-    for edges in tables(model):
-        found = beam_search(model, queries, edges=edges, beam=1, k=2)
-        for number in range(24):
-            wanted, _ = constrained(model, queries, number, beam=1, k=2, length_penalty=0.0)
-            assert_same(ranked(model, found, number), wanted)
-            lengths.add(len(wanted[0][0]))
+    found = plain_search(model, queries, beam=1, k=2)
+    for number in range(24):
+        wanted, _ = constrained(model, queries, number, beam=1, k=2)
+        assert_same(ranked(model, found, number), wanted)
+        lengths.add(len(wanted[0][0]))
     assert 1 in lengths
     assert max(lengths) > 2
 
@@ -232,8 +151,8 @@ def test_a_wide_beam_equals_exhaustive_search(
     queries = ask(model, **batch)
     whole = exhaustive_search(model, queries, k=len(ids), length_penalty=length_penalty)
     assert whole.scored.tolist() == [len(ids)] * 3
-    for edges in tables(model):
-        found = beam_search(model, queries, edges=edges, beam=len(ids), k=len(ids), length_penalty=length_penalty)
+    for search in ways(model, batch, queries):
+        found = search(beam=len(ids), k=len(ids), length_penalty=length_penalty)
         for number in range(3):
             everything = ranked(model, whole, number)
             assert len(everything) == len(ids)
@@ -291,17 +210,16 @@ def test_folded_search_equals_unfolded(
     assert not edges.vectors[0].any()
     assert edges.vectors.shape == (model.tables.trie.nodes, 16)
     for beam in (2, 11):
-        one = beam_search(model, queries, beam=beam, k=11)
-        two = beam_search(model, queries, edges=edges, beam=beam, k=11)
-        assert torch.equal(one.documents, two.documents)
-        torch.testing.assert_close(one.scores, two.scores, atol=1e-4, rtol=0)
-        assert torch.equal(one.scored, two.scored)
+        one, two = (search(beam=beam, k=11) for search in ways(model, batch, queries))
+        for number in range(3):
+            assert_same(ranked(model, two, number), ranked(model, one, number))
 
 
 def test_chunks_do_not_change_the_table(make_model: MakeModel) -> None:
     model = make_model(content=True, edge_bias=True)
     small, large = fold(model, chunk=1), fold(model)
-    torch.testing.assert_close(small.vectors, large.vectors, atol=1e-5, rtol=1e-5)
+    for name in ("vectors", "states", "asks"):
+        torch.testing.assert_close(getattr(small, name), getattr(large, name), atol=1e-5, rtol=1e-5)
     assert model.head.bias is not None
     assert torch.equal(large.bias, model.head.bias)
     assert make_model().head.bias is None
@@ -319,19 +237,37 @@ def test_refuses_to_fold_in_training(make_model: MakeModel) -> None:
         fold(make_model().train())
 
 
-def test_edge_table_on_disk(tmp_path: Path, make_model: MakeModel) -> None:
+def test_a_table_without_edges_keeps_the_states(make_model: MakeModel) -> None:
     table = fold(make_model(edge_bias=True))
-    nodes, file = len(table.bias), tmp_path / "edges.safetensors"
+    assert table.vectors.any()
+    assert table.bias.any()
+    empty = table.without_edges()
+    assert not empty.vectors.any()
+    assert not empty.bias.any()
+    assert torch.equal(empty.states, table.states)
+    assert torch.equal(empty.asks, table.asks)
+    assert table.vectors.any(), "the table itself stays"
+
+
+def test_edge_table_on_disk(tmp_path: Path, make_model: MakeModel) -> None:
+    model = make_model(edge_bias=True)
+    table, trie, file = fold(model), model.tables.trie, tmp_path / "edges.safetensors"
+    sizes = {"nodes": trie.nodes, "inner": trie.nodes - trie.documents, "d_model": 16}
     table.save(file)
-    again = EdgeTable.load(file, nodes=nodes, d_model=16)
-    assert torch.equal(again.vectors, table.vectors)
-    assert torch.equal(again.bias, table.bias)
-    for wrong in ({"nodes": nodes + 1, "d_model": 16}, {"nodes": nodes, "d_model": 8}):
+    again = EdgeTable.load(file, **sizes)
+    for name in ("vectors", "states", "asks"):
+        stored = getattr(again, name)
+        assert stored.dtype == torch.bfloat16
+        assert torch.equal(stored, getattr(table, name).bfloat16())
+    assert torch.equal(again.bias, table.bias), "float32, as it was"
+    for name in sizes:
         with pytest.raises(DataError, match="does not fit"):
-            EdgeTable.load(file, **wrong)
-    save_file({"vectors": table.vectors}, file)
-    with pytest.raises(DataError, match="does not fit"):
-        EdgeTable.load(file, nodes=nodes, d_model=16)
+            EdgeTable.load(file, **{**sizes, name: sizes[name] + 1})
+    tensors = load_file(file)
+    for name in tensors:
+        save_file({other: tensor for other, tensor in tensors.items() if other != name}, file)
+        with pytest.raises(DataError, match="does not fit"):
+            EdgeTable.load(file, **sizes)
 
 
 # ---- without the tree
@@ -412,16 +348,15 @@ def test_a_batch_equals_its_queries_and_padding_is_not_seen(
         "input_ids": torch.cat([batch["input_ids"], torch.full((3, 4), 7)], dim=1),
         "attention_mask": torch.cat([batch["attention_mask"], torch.zeros(3, 4).long()], dim=1),
     }
-    for edges in tables(model):
-        together = beam_search(model, ask(model, **batch), edges=edges, beam=3, k=6)
-        longer = beam_search(model, ask(model, **padded), edges=edges, beam=3, k=6)
-        assert torch.equal(longer.documents, together.documents)
-        torch.testing.assert_close(longer.scores, together.scores, atol=1e-4, rtol=0)
-        for number, length in enumerate([4, 6, 2]):
-            alone = {name: tensor[number : number + 1, :length] for name, tensor in batch.items()}
-            found = beam_search(model, ask(model, **alone), edges=edges, beam=3, k=6)
-            assert_same(ranked(model, found, 0), ranked(model, together, number))
-            assert found.scored[0] == together.scored[number]
+    together = plain_search(model, ask(model, **batch), beam=3, k=6)
+    longer = plain_search(model, ask(model, **padded), beam=3, k=6)
+    assert torch.equal(longer.documents, together.documents)
+    torch.testing.assert_close(longer.scores, together.scores, atol=1e-4, rtol=0)
+    for number, length in enumerate([4, 6, 2]):
+        alone = {name: tensor[number : number + 1, :length] for name, tensor in batch.items()}
+        found = plain_search(model, ask(model, **alone), beam=3, k=6)
+        assert_same(ranked(model, found, 0), ranked(model, together, number))
+        assert found.scored[0] == together.scored[number]
 
 
 @pytest.mark.parametrize("anchor", ["none", "mean", "exact"])
@@ -434,8 +369,8 @@ def test_atomic_ids_are_one_softmax(make_model: MakeModel, ask: Ask, batch: Batc
     wanted = score_all(model, queries)
     np.testing.assert_allclose(wanted.exp().sum(1), 1.0, atol=1e-4)
     top = wanted.topk(min(beam, 10), dim=1)
-    for edges in tables(model):
-        found = beam_search(model, queries, edges=edges, beam=beam, k=10)
+    for search in ways(model, batch, queries):
+        found = search(beam=beam, k=10)
         assert torch.equal(found.documents, top.indices)
         torch.testing.assert_close(found.scores, top.values, atol=1e-4, rtol=0)
         assert found.scored.tolist() == [40] * 3
@@ -448,128 +383,11 @@ def test_a_single_document_is_always_found(
 ) -> None:
     model = make_model([path], **CASES[case])
     queries = ask(model, **batch)
-    for edges in tables(model):
-        found = beam_search(model, queries, edges=edges, beam=5, k=3)
+    for search in ways(model, batch, queries):
+        found = search(beam=5, k=3)
         for number in range(3):
             result = ranked(model, found, number)
             assert [p[: len(path)] for p, _ in result] == [path]
             if model.config.normalise == "children":
                 assert result[0][1] == pytest.approx(0.0, abs=1e-6)
     assert exhaustive_search(model, queries, k=3).documents.tolist() == [[0]] * 3
-
-
-# ---- texts
-
-
-TEXTS = ["red cat", "the dog runs over the blue bird under a tree", "moon", "a star sleeps"]
-DOCUMENTS = [
-    "red red cat", "green dog", "blue bird", "cat runs", "dog sleeps", "bird over tree", "sun moon", "star tree",
-    "under the tree", "moon star", "dog cat bird",
-]  # fmt: skip
-
-
-def assert_rankings(engine: Engine, texts: Sequence[str], **kwargs: Any) -> None:
-    """Texts together equal each text alone, whatever the batches."""
-    together = engine.search(texts, **kwargs)
-    for number, text in enumerate(texts):
-        alone = engine.search([text], **kwargs)[0]
-        assert together[number].documents.tolist() == alone.documents.tolist()
-        np.testing.assert_allclose(together[number].scores, alone.scores, atol=1e-4)
-        assert together[number].scored == alone.scored
-
-
-@pytest.mark.parametrize("case", ["additive-exact", "product-query", "additive-position"])
-@pytest.mark.parametrize("batch_size", [1, 3, 32])
-def test_engine_answers_in_the_order_of_the_texts(
-    make_model: MakeModel, tokenizer: Any, case: str, batch_size: int
-) -> None:
-    engine = Engine.for_model(make_model(**CASES[case]), tokenizer)
-    assert (engine.edges is not None) == engine.model.config.foldable
-    assert_rankings(engine, TEXTS, k=4, beam=2, batch_size=batch_size)
-    for ranking in engine.search(TEXTS, k=4, beam=2, batch_size=batch_size):
-        assert 0 < len(ranking.documents) <= 4
-        assert (np.diff(ranking.scores) <= 0).all()
-
-
-def test_engine_modes_agree_with_wide_beams(make_model: MakeModel, tokenizer: Any) -> None:
-    engine = Engine.for_model(make_model(normalise="position"), tokenizer)
-    found = {mode: engine.search(TEXTS, k=11, beam=400, mode=mode) for mode in ("beam", "exhaustive", "unconstrained")}
-    for one, two, three in zip(*found.values(), strict=True):
-        assert one.documents.tolist() == two.documents.tolist() == three.documents.tolist()
-        np.testing.assert_allclose(one.scores, two.scores, atol=1e-4)
-        np.testing.assert_allclose(one.scores, three.scores, atol=1e-4)
-
-
-def test_engine_keeps_a_beam_that_is_smaller_than_k(make_model: MakeModel, tokenizer: Any) -> None:
-    engine = Engine.for_model(make_model(TRIES["atomic"], head="tied"), tokenizer)
-    assert 1 <= len(engine.search(["red"], k=7, beam=2)[0].documents) < 7
-    assert len(engine.search(["red"], k=7, beam=7)[0].documents) == 7
-
-
-def test_engine_reads_lexical_scores_and_stored_vectors(
-    make_model: MakeModel, tokenizer: Any, unit_vectors: Vectors
-) -> None:
-    """Untrained, the ranking is the sum of both content scores."""
-    stored = unit_vectors(4, seed=11)
-
-    class Stored:
-        def encode(self, texts: Sequence[str], *, role: str) -> NDArray[np.float32]:
-            assert role == "query"
-            return 3 * stored[[TEXTS.index(text) for text in texts]]
-
-    lexical = LexicalScores.build(DOCUMENTS)
-    model = make_model(anchor="exact", trained=False, kappa=5.0, lexical=2.0)
-    engine = Engine.for_model(model, tokenizer, lexical=lexical, embedder=Stored())
-    flat = 5.0 * stored @ unit_vectors().T + 2.0 * lexical.normalised(TEXTS)
-    for ranking, scores in zip(engine.search(TEXTS, k=11, beam=11), flat, strict=True):
-        assert ranking.documents.tolist() == np.argsort(-scores).tolist()
-        assert ranking.scored == 11
-
-
-def test_zeroed_engine_is_the_content_score_alone(make_model: MakeModel, tokenizer: Any, unit_vectors: Vectors) -> None:
-    engine = Engine.for_model(make_model(anchor="exact", content=True, edge_bias=True), tokenizer)
-    vectors = engine.encode(TEXTS).vectors
-    assert vectors is not None
-    order = np.argsort(-(vectors.numpy() @ unit_vectors().T), axis=1)
-    zeroed = [r.documents.tolist() for r in engine.zeroed().search(TEXTS, k=11, beam=11)]
-    assert zeroed == order.tolist()
-    assert zeroed != [r.documents.tolist() for r in engine.search(TEXTS, k=11, beam=11)]
-    with pytest.raises(ConfigError, match="anchor"):
-        Engine.for_model(make_model(), tokenizer).zeroed()
-
-
-@pytest.mark.parametrize("case", ["additive-exact", "product-query", "tied-position"])
-def test_explain_splits_the_score(make_model: MakeModel, tokenizer: Any, case: str) -> None:
-    model = make_model(**CASES[case])
-    engine = Engine.for_model(model, tokenizer)
-    ranking = engine.search(["red cat"], k=11, beam=11)[0]
-    explained = engine.explain("red cat", ranking.documents.tolist())
-    scores = engine.encode(["red cat"])
-    for document, score, parts in zip(ranking.documents, ranking.scores, explained, strict=True):
-        assert len(parts["digits"]) == len(model.tables.trie.semantic_id(int(document)))
-        assert sum(parts["digits"]) == pytest.approx(score, abs=1e-4)
-        if model.config.anchor == "none":
-            assert parts["content"] is None
-        else:
-            assert scores.vectors is not None
-            wanted = model.document_scores(scores.vectors)[0, document]
-            assert parts["content"] == pytest.approx(float(wanted.detach()), abs=1e-4)
-
-
-def test_engine_cuts_long_queries_and_adds_its_prompt(make_model: MakeModel, tokenizer: Any) -> None:
-    model = make_model()
-    short = Engine.for_model(model, tokenizer, max_length=4)
-    assert short.encode([TEXTS[1], "red"]).mask.sum(1).tolist() == [4, 3]
-    plain, prompted = Engine.for_model(model, tokenizer), Engine.for_model(model, tokenizer, prompt="the ")
-    torch.testing.assert_close(plain.encode(["the red"]).states, prompted.encode(["red"]).states)
-
-
-@pytest.mark.parametrize("text", ["", "  \n", "\x00", "red \ud800", 5, None])
-def test_engine_refuses_what_is_no_query(make_model: MakeModel, tokenizer: Any, text: Any) -> None:
-    engine = Engine.for_model(make_model(), tokenizer)
-    with pytest.raises(DataError, match="query"):
-        engine.search(["red", text], k=1, beam=1)
-
-
-def test_no_texts_no_rankings(make_model: MakeModel, tokenizer: Any) -> None:
-    assert Engine.for_model(make_model(), tokenizer).search([], k=1, beam=1) == []

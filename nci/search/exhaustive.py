@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nci.model import NCIModel
-from nci.search.beam import EncodedQueries, Found
+from nci.search.plain import EncodedQueries, Found
 
 
 @torch.no_grad()

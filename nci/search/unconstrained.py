@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nci.errors import ConfigError
 from nci.model import NCIModel
-from nci.search.beam import EncodedQueries, Found
+from nci.search.plain import EncodedQueries, Found
 
 
 @torch.no_grad()

@@ -1,12 +1,12 @@
-"""Query states -> best documents: beam search constrained to the tree (Algorithm 2), batched over queries.
+"""Query states -> best documents: constrained beam search (Algorithm 2) by the model's own modules, nothing folded.
 
-Per level the decoder runs once on at most `beam` rows; cross-attention keys and values are made once per query, and
-self-attention finds the keys of a row's ancestors by index, so that nothing is reordered. A leaf ends its path. With an
-edge table the classifier is one gathered product; without one the model's own head is asked. Knows no text.
+For models whose classifier depends on the query (`adapter_start=query`) or has columns that are no edges (other
+normalisers), at their own speed; and the plain implementation that the fast one is compared with. Knows no text.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from nci.layers import StackCache
 from nci.model import NCIModel
-from nci.search.fold import EdgeTable
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,11 @@ class Found:
 
 
 @torch.no_grad()
-def beam_search(
+def plain_search(
     model: NCIModel,
     queries: EncodedQueries,
     *,
-    edges: EdgeTable | None = None,
-    beam: int = 100,
+    beam: int | Sequence[int] = 100,
     k: int = 10,
     length_penalty: float = 0.0,
 ) -> Found:
@@ -64,14 +62,15 @@ def beam_search(
     found: list[Tensor] = []
     found_scores: list[Tensor] = []
     cached = 1
+    beams = (beam,) if isinstance(beam, int) else tuple(beam)
     for level in range(trie.positions):
         h = model.decoder.step(model.embedding(tables.token[nodes]), places, cache, memories, mask)
-        log_probs, child, real = _children(model, edges, queries, h, nodes, paths, level)
+        log_probs, child, real = _children(model, queries, h, nodes, paths, level)
         total = scores.unsqueeze(-1) + log_probs  # (batch, rows, fanout)
         alive = real & (scores > -torch.inf).unsqueeze(-1)
         scored += (alive & ~inner[child]).sum((1, 2))
         total = total.masked_fill(~alive, -torch.inf).flatten(1)
-        best, index = total.topk(min(beam, total.shape[1]), dim=1)
+        best, index = total.topk(min(beams[min(level, len(beams) - 1)], total.shape[1]), dim=1)
         row, node = index // child.shape[-1], child.flatten(1).gather(1, index)
         live = best > -torch.inf
         leaf = live & ~inner[node]
@@ -102,7 +101,6 @@ def _rows(table: Tensor, row: Tensor) -> Tensor:
 
 def _children(
     model: NCIModel,
-    edges: EdgeTable | None,
     queries: EncodedQueries,
     h: Tensor,
     nodes: Tensor,
@@ -110,12 +108,6 @@ def _children(
     level: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log p of the children of every row: (batch, rows, fanout), with child nodes and which are real."""
-    if edges is not None:
-        child, real = model.tables.children_of(nodes)
-        logits = torch.einsum("brd,brfd->brf", h, edges.vectors[child].to(h.dtype)).float() + edges.bias[child]
-        if queries.anchors is not None:
-            logits = logits + queries.anchors.gather(1, child.flatten(1)).view_as(child)
-        return logits.masked_fill(~real, -torch.inf).log_softmax(-1), child, real
     batch, rows = nodes.shape
     query = torch.arange(batch, device=h.device).repeat_interleave(rows)
     vectors = queries.vectors[query] if queries.vectors is not None else None

@@ -1,0 +1,68 @@
+"""A plan and the sizes of a network -> operations and bytes that a search needs. Counted, not measured.
+
+Operations are those of matrix products and attention, two per multiply-add, of the rows that were decoded. Bytes are what
+must be read at least once per call: weights, once for the encoder and once per level for the decoder, and per query the
+rows of the edge table and the keys and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nci.model import NCIConfig
+from nci.search.plan import Plan
+from nci.trie import Trie
+
+BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one call."""
+
+    flops: float
+    bytes: float
+
+
+def encoder_cost(config: NCIConfig, *, tokens: int, batch: int, precision: str) -> Cost:
+    """The encoder alone."""
+    sizes = config.encoder
+    width = int(sizes.get("hidden_size") or sizes["d_model"])
+    layers = int(sizes.get("num_hidden_layers") or sizes["num_layers"])
+    wide = int(sizes.get("intermediate_size") or sizes["d_ff"])
+    ups = 2 if "gated" in str(sizes.get("feed_forward_proj", "")) else 1
+    weights = layers * (4 * width**2 + (1 + ups) * width * wide)
+    return Cost(batch * tokens * (2 * weights + layers * 4 * tokens * width), weights * BYTES[precision])
+
+
+def search_cost(
+    config: NCIConfig, trie: Trie, plan: Plan, *, tokens: int, batch: int, precision: str, rows: float | None = None
+) -> Cost:
+    """A whole search of `batch` queries of so many tokens, without the content score.
+
+    Args:
+        rows: Rows decoded per query, where that is less than the plan says: a CPU drops those without hope.
+    """
+    encoder = encoder_cost(config, tokens=tokens, batch=batch, precision=precision)
+    sizes = config.encoder
+    width = int(sizes.get("hidden_size") or sizes["d_model"])
+    d, layers, wide = int(config.d_model), int(config.decoder_layers), int(config.d_ff)
+    cross = layers * 2 * d * width
+    # The first layer's self-attention and the question of its cross-attention are stored with the tree.
+    decoder = layers * (6 * d**2 + 2 * d * wide) - 5 * d**2
+    counts = np.diff(trie.child_start)
+    edges = attention = 0.0
+    for number, level in enumerate(plan.levels):
+        own = counts[trie.level_start[number] : trie.level_start[number + 1]]
+        edges += level.rows * float(own[own > 0].mean())
+        attention += level.rows * 4 * d * ((layers - 1) * (number + 1) + layers * tokens)
+    decoded = (plan.rows if rows is None else rows) / plan.rows
+    edges, attention = edges * decoded, attention * decoded
+    flops = encoder.flops + batch * (2 * tokens * cross + 2 * plan.rows * decoded * decoder + attention + 2 * d * edges)
+    passes = len(plan.levels) - bool(plan.first_children)
+    numbers = cross + passes * decoder
+    activations = min(2, BYTES[precision]) if precision == "bf16" else 4
+    stored = 2 * d * edges + activations * passes * tokens * layers * 2 * d  # the edge table is bf16 everywhere
+    return Cost(flops, encoder.bytes + numbers * BYTES[precision] + batch * stored)

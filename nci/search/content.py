@@ -1,0 +1,207 @@
+"""Content scores at search time: query vectors and texts in, A_c(q) of every node out. No training, no gradients.
+
+The same numbers as `nci.anchors` gives, made for speed: one product with all document vectors (int8 on a CPU that has the
+instructions, float16 on a GPU, memory-mapped in an index), BM25 where the score has it, then the log-sum-exp up the tree,
+level by level, over neighbours. Costs grow with the documents, unlike those of the beam; `nci bench` measures it apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nci.anchors import node_means, node_sizes
+from nci.errors import DataError
+from nci.lexical import LexicalScores
+from nci.model import NCIModel
+from nci.search.linear import Precision
+from nci.trie import Trie
+
+_DOCUMENTS_AT_ONCE = 65536
+
+
+@dataclass(frozen=True)
+class DocumentVectors:
+    """Vectors of length 1 in leaf order, and the same as int8."""
+
+    values: NDArray[np.floating]  # (documents, width)
+    codes: NDArray[np.int8] | None = None  # (documents, width)
+    scales: NDArray[np.float32] | None = None  # (documents,) values = codes * scales, nearly
+
+    def quantised(self) -> DocumentVectors:
+        """With codes, computed now where there are none."""
+        if self.codes is not None:
+            return self
+        codes = np.empty(self.values.shape, np.int8)
+        scales = np.empty(len(self.values), np.float32)
+        for start in range(0, len(codes), _DOCUMENTS_AT_ONCE):
+            part = np.asarray(self.values[start : start + _DOCUMENTS_AT_ONCE], dtype=np.float32)
+            scale = np.maximum(np.abs(part).max(1, initial=0.0), 1e-12) / 127
+            codes[start : start + len(part)] = np.rint(part / scale[:, None])
+            scales[start : start + len(part)] = scale
+        return DocumentVectors(self.values, codes, scales)
+
+    def save(self, folder: Path) -> None:
+        """`vectors.npy` as float16, `codes.npy` as int8 with their scales."""
+        coded = self.quantised()
+        np.save(folder / "vectors.npy", np.asarray(self.values, dtype=np.float16), allow_pickle=False)
+        for name, array in (("codes", coded.codes), ("scales", coded.scales)):
+            assert array is not None
+            np.save(folder / f"{name}.npy", array, allow_pickle=False)
+
+    @classmethod
+    def load(cls, folder: Path) -> DocumentVectors:
+        """Map what `save` wrote into memory, unread."""
+        values, codes, scales = (
+            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+            for name in ("vectors", "codes", "scales")
+        )
+        if codes.shape != values.shape or scales.shape != values.shape[:1]:
+            raise DataError(f"codes.npy {codes.shape} and vectors.npy {values.shape} do not fit; build the index again")
+        return cls(values, codes, scales)
+
+
+class Content:
+    """The anchors of a model over its documents.
+
+    Args:
+        lexical: BM25 in leaf order, where the score has it.
+    """
+
+    def __init__(
+        self,
+        model: NCIModel,
+        trie: Trie,
+        vectors: DocumentVectors,
+        lexical: LexicalScores | None,
+        *,
+        precision: Precision,
+        device: str,
+    ) -> None:
+        assert model.anchor_weights is not None
+        kappa, weight = model.anchor_weights.detach().float().exp().tolist()
+        self.kappa, self.weight = float(kappa), float(weight)
+        self.exact = model.config.anchor == "exact"
+        self.device = device
+        self.lexical = lexical if self.exact else None
+        self.postings = Postings(self.lexical, device) if self.lexical is not None and device != "cpu" else None
+        self.codes: Tensor | None = None
+        if not self.exact:
+            rows = node_means(trie, np.asarray(vectors.values, dtype=np.float32))
+            self.log_sizes = torch.as_tensor(np.log(node_sizes(trie)), device=device).unsqueeze(1)
+            self.rows = torch.as_tensor(rows, device=device)
+        elif precision == "int8" and vectors.values.shape[1] >= 16:  # the product of narrower ones is not reliable
+            coded = vectors.quantised()
+            self.codes, self.scales = _mapped(coded.codes), _mapped(coded.scales).unsqueeze(1)
+        else:
+            # float16 has three bits more than bfloat16, and numbers below 1 need no wider range
+            dtype = torch.float32 if precision == "fp32" else torch.float16
+            self.rows = _mapped(vectors.values).to(device, dtype)
+        self.sums = LevelSums(trie, device) if self.exact else None
+
+    @torch.inference_mode()
+    def words(self, texts: Sequence[str]) -> Tensor | None:
+        """(queries, documents) BM25 of every document as a share of the highest; none where the score has no such part."""
+        if self.postings is not None:
+            return self.postings.normalised(texts)
+        return None if self.lexical is None else torch.from_numpy(self.lexical.normalised(texts))
+
+    @torch.inference_mode()
+    def anchors(self, query_vectors: Tensor, words: Tensor | None = None) -> Tensor:
+        """(queries, nodes of the tree), in the memory order of its transpose."""
+        products = self._products(query_vectors)  # (documents, queries), or (nodes, queries)
+        if self.sums is None:
+            return (self.log_sizes + self.kappa * products).T
+        scores = products.mul_(self.kappa)
+        if words is not None:
+            scores.add_(words.T, alpha=self.weight)
+        return self.sums(scores).T
+
+    def _products(self, vectors: Tensor) -> Tensor:
+        """Similarity of every document, or node, to every query."""
+        if self.codes is None:
+            return (self.rows @ vectors.to(self.rows.dtype).T).float()
+        scale = vectors.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+        codes = (vectors / scale).round_().to(torch.int8)
+        return torch._int_mm(self.codes, codes.T.contiguous()).float().mul_(self.scales).mul_(scale.T)
+
+
+class LevelSums:
+    """Log-sum-exp of leaf scores up the tree. The children of a node are neighbours, so each level is one segment sum."""
+
+    def __init__(self, trie: Trie, device: str) -> None:
+        counts = np.diff(trie.child_start)
+        document = np.full(trie.nodes, -1)
+        document[trie.leaves] = np.arange(trie.documents)
+        self.levels: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
+        for start, stop in zip(trie.level_start[:-1], trie.level_start[1:], strict=True):
+            inner = counts[start:stop] > 0
+            sizes = counts[start:stop][inner]
+            parts: list[Any] = [
+                np.flatnonzero(~inner),
+                document[start:stop][~inner],
+                np.flatnonzero(inner),
+                sizes,
+                np.repeat(np.arange(len(sizes)), sizes),
+            ]
+            leaf, documents, place, lengths, parent = (torch.as_tensor(p, device=device).long() for p in parts)
+            self.levels.append((leaf, documents, place, lengths, parent))
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """(documents, queries) in leaf order -> (nodes, queries)."""
+        outs: list[Tensor] = []
+        below: Tensor | None = None
+        for leaf, documents, place, lengths, parent in reversed(self.levels):
+            own = scores.index_select(0, documents)
+            if below is not None and len(place):
+                peak = torch.segment_reduce(below, "max", lengths=lengths, unsafe=True)
+                shares = (below - peak.index_select(0, parent)).exp_()
+                sums = peak + torch.segment_reduce(shares, "sum", lengths=lengths, unsafe=True).log_()
+                own = scores.new_empty(len(leaf) + len(place), scores.shape[1]).index_copy_(0, leaf, own)
+                own.index_copy_(0, place, sums)
+            below = own
+            outs.append(own)
+        return torch.cat(outs[::-1])
+
+
+class Postings:
+    """BM25 on a GPU: the same sparse columns as `LexicalScores`, added up there."""
+
+    def __init__(self, lexical: LexicalScores, device: str) -> None:
+        self.lexical, self.device = lexical, device
+        data, indices, self.indptr = lexical.postings
+        self.data = torch.tensor(data, device=device)
+        self.rows = torch.tensor(indices, device=device).long()
+
+    def normalised(self, texts: Sequence[str]) -> Tensor:
+        """(queries, documents), as a share of each query's highest."""
+        columns = self.lexical.columns(texts)
+        words = np.concatenate([*columns, np.zeros(0, np.int32)]).astype(np.int64)
+        query = np.repeat(np.arange(len(columns)), [len(c) for c in columns])
+        first, sizes = self.indptr[words], self.indptr[words + 1] - self.indptr[words]
+        total, documents = int(sizes.sum()), self.lexical.documents
+        before = np.cumsum(sizes) - sizes
+        plan = torch.from_numpy(np.stack([first - before, sizes, query * documents])).to(self.device)
+        word = torch.repeat_interleave(plan[1], output_size=total)
+        posting = torch.arange(total, device=self.device) + plan[0][word]
+        scores = torch.zeros(len(columns) * documents, device=self.device)
+        scores.index_add_(0, self.rows[posting] + plan[2][word], self.data[posting])
+        scores = scores.view(len(columns), documents)
+        return scores / scores.amax(1, keepdim=True).clamp(min=1e-12)
+
+
+def _mapped(array: NDArray[Any] | None) -> Tensor:
+    """A tensor over the same memory, also where that may only be read."""
+    assert array is not None
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing here writes to it
+        return torch.from_numpy(np.asarray(array))

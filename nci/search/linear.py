@@ -1,0 +1,128 @@
+"""Weights -> a linear layer ready to run, in one of three precisions. Knows no network.
+
+float32 is the reference. bf16 is for GPUs, and for CPUs that have it, where the weight is reordered once instead of at
+every call. int8 is for CPUs: weights are quantised per row and packed once, inputs at every call.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Precision = Literal["fp32", "bf16", "int8"]
+
+
+class Linear(Protocol):
+    """x (rows, in) -> (rows, out)."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + W x, without the bias: written into `residual` where that saves a pass."""
+
+    def into(self, out: Tensor, x: Tensor) -> None:
+        """W x, without the bias, written into `out`."""
+
+    def gelu(self, x: Tensor) -> Tensor: ...
+
+    def relu(self, x: Tensor) -> Tensor: ...
+
+
+def make_linear(weight: Tensor, bias: Tensor | None, precision: Precision, device: str) -> Linear:
+    """A layer from its float32 weight (out, in)."""
+    if precision == "int8":
+        return PackedInt8(weight, bias)
+    if precision == "bf16" and device == "cpu":
+        return PackedBf16(weight, bias)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return Plain(weight.to(device, dtype), None if bias is None else bias.to(device, dtype))
+
+
+class Plain:
+    """Whatever the device's own matrix product is."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.transposed = weight.contiguous().T
+        self.weight, self.bias = weight, bias
+        # On a GPU the activation is part of the product in bf16; its tanh form differs by less than bf16 can hold.
+        self.fused = weight.is_cuda and weight.dtype == torch.bfloat16
+        self.zero = torch.zeros(len(weight), dtype=weight.dtype, device=weight.device) if bias is None else bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return residual.addmm_(x, self.transposed)
+
+    def into(self, out: Tensor, x: Tensor) -> None:
+        torch.mm(x, self.transposed, out=out)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        if self.fused:
+            return torch._addmm_activation(self.zero, x, self.transposed, use_gelu=True)
+        return F.gelu(self(x))
+
+    def relu(self, x: Tensor) -> Tensor:
+        if self.fused:
+            return torch._addmm_activation(self.zero, x, self.transposed)
+        return self(x).relu_()
+
+
+class PackedBf16:
+    """bf16 on a CPU through oneDNN, the weight in the order its kernels want."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16().contiguous(), None)
+        self.bias = None if bias is None else bias.bfloat16()
+
+    def __call__(self, x: Tensor, activation: str = "none", bias: bool = True) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self.packed, self.bias if bias else None, activation, [], "none" if activation == "gelu" else ""
+        )
+        return out
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return residual.add_(self(x, bias=False))
+
+    def into(self, out: Tensor, x: Tensor) -> None:
+        out.copy_(self(x, bias=False))
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return self(x, "gelu")
+
+    def relu(self, x: Tensor) -> Tensor:
+        return self(x, "relu")
+
+
+class PackedInt8:
+    """int8 on a CPU: one scale per output row, inputs quantised as they come; float32 in and out."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        weight = weight.detach().float().cpu()
+        scales = weight.abs().amax(1).clamp(min=1e-8) / 127
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # quantised tensors are called old, their kernels remain the fastest
+            zeros = torch.zeros(len(weight), dtype=torch.long)
+            quantised = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+            self.packed = torch.ops.quantized.linear_prepack(quantised, None)
+        self.bias = None if bias is None else bias.detach().float().cpu()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.quantized.linear_dynamic(x, self.packed, False)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return residual.add_(torch.ops.quantized.linear_dynamic(x, self.packed, False))
+
+    def into(self, out: Tensor, x: Tensor) -> None:
+        out.copy_(torch.ops.quantized.linear_dynamic(x, self.packed, False))
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return F.gelu(self(x))
+
+    def relu(self, x: Tensor) -> Tensor:
+        return self(x).relu_()
