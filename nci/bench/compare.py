@@ -176,12 +176,13 @@ def compare_index(index: Index, texts: Sequence[str], settings: Settings) -> lis
     shape = Shape(
         name, layers, config.decoder_layers, config.d_model, config.heads, config.d_ff, config.adapter_layers, heads
     )
+    tokenizer = HashTokenizer(int(sizes["vocab_size"]), length)
     ours = IndexNci(engine, settings.beams[0])
     for beam in settings.beams if "nci" in settings.systems else ():
-        probe = RandomNci(engine.backend, HashTokenizer(length=length), beam)
+        probe = RandomNci(engine.backend, tokenizer, beam)
         bench.add(IndexNci(engine, beam), beam, _cost(probe, config, settings.k, texts))
     if "encoder" in settings.systems:
-        probe = RandomNci(engine.backend, HashTokenizer(length=length), 1)
+        probe = RandomNci(engine.backend, tokenizer, 1)
         bench.add(EncoderAlone(ours.encode), None, lambda batch: probe.encoder_cost(config, batch))
     _add_dense(bench, ours.encode, index.vectors())
     _add_references(bench, index.trie, shape, length)
