@@ -30,6 +30,8 @@ from nci.search.engine import Beam, Mode
 from nci.training_data import TrainingQueries
 from nci.trie import Trie
 
+_MOST_PENALTY = 10  # a larger power of the length leaves nothing of a score
+
 
 class Hits(list[Hit]):
     """The hits of one query, best first; `documents_scored` says how many documents were looked at to find them."""
@@ -155,11 +157,15 @@ class Index:
         beams = () if beam is None else (beam,) if isinstance(beam, int) else tuple(beam)
         if beam is not None and (not beams or min(beams) < 1):
             raise ConfigError(f"--beam is at least 1, not {','.join(map(str, beams)) or 'nothing'}")
+        if length_penalty is None:
+            length_penalty = self.config.search.length_penalty
+        if not abs(length_penalty) <= _MOST_PENALTY:
+            raise ConfigError(f"--length-penalty is from -{_MOST_PENALTY} to {_MOST_PENALTY}, not {length_penalty}")
         rankings = self.engine.search(
             [queries] if isinstance(queries, str) else list(queries),
             k=min(k, len(self)),
             beam=beam or max(self.config.search.beam, k),
-            length_penalty=self.config.search.length_penalty if length_penalty is None else length_penalty,
+            length_penalty=length_penalty,
             mode=mode,
             batch_size=self.config.search.batch_size,
             stop_depth=stop_depth,

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Lock, local
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -26,6 +27,8 @@ def check_device(device: str | None) -> str:
         kind = torch.device(device).type
     except RuntimeError as error:
         raise ConfigError(f"--device is cpu, cuda or cuda:N, not {device!r}") from error
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(f"--device is cpu, cuda or cuda:N, not {device!r}")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"--device {device}: this machine or this build of PyTorch has no GPU; use --device cpu")
     if kind == "cuda" and torch.device(device).index is not None:
@@ -45,11 +48,17 @@ def one_thread_each(work: Callable[[Job], Result], jobs: Sequence[Job]) -> list[
 
     Small products gain nothing from a second thread, and threads that wait for each other collapse on busy cores.
     """
-    threads = torch.get_num_threads()
+    if getattr(_LOCAL, "alone", False):  # a worker already
+        return [work(job) for job in jobs]
+    threads = _crowd.enter()
 
     def alone(job: Job) -> Result:
-        torch.set_num_threads(1)  # holds for the thread that calls it
-        return work(job)
+        torch.set_num_threads(1)  # holds for the thread that calls it, and for those made later
+        _LOCAL.alone = True
+        try:
+            return work(job)
+        finally:
+            _LOCAL.alone = False
 
     try:
         if len(jobs) < 2 or threads < 2:
@@ -58,6 +67,28 @@ def one_thread_each(work: Callable[[Job], Result], jobs: Sequence[Job]) -> list[
             return list(pool.map(alone, jobs))
     finally:
         torch.set_num_threads(threads)
+        _crowd.leave()
+
+
+class _Crowd:
+    """How many threads torch had before the first of several callers went in."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.threads = Lock(), 0, 1
+
+    def enter(self) -> int:
+        with self.lock:
+            if not self.inside:
+                self.threads = torch.get_num_threads()
+            self.inside += 1
+            return self.threads
+
+    def leave(self) -> None:
+        with self.lock:
+            self.inside -= 1
+
+
+_crowd, _LOCAL = _Crowd(), local()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from nci.bench import Row, System
-from nci.bench.cost import Cost
+from nci.bench.cost import Cost, encoder_sizes
 from nci.bench.hf_generate import HfGenerate
 from nci.bench.others import Bm25, Dense, Encode, EncoderAlone
 from nci.bench.ours import IndexNci, RandomNci, random_backend, random_config
@@ -61,8 +61,14 @@ class Settings:
         unknown = [name for name in self.systems if name not in SYSTEMS]
         if unknown:
             raise ConfigError(f"--systems are out of {', '.join(SYSTEMS)}; not {unknown[0]!r}")
-        if not self.beams or min(self.beams) < 1:
-            raise ConfigError(f"--beams are at least 1, not {list(self.beams)}")
+        for name in ("beams", "batches", "slow_batches"):
+            numbers = getattr(self, name)
+            if not numbers or min(numbers) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} are at least 1, not {','.join(map(str, numbers))}")
+        if not self.seconds > 0:
+            raise ConfigError(f"--seconds is positive, not {self.seconds}")
+        if self.k < 1:
+            raise ConfigError(f"-k is at least 1, not {self.k}")
 
 
 @dataclass
@@ -166,17 +172,22 @@ def compare_index(index: Index, texts: Sequence[str], settings: Settings) -> lis
     engine = index.engine
     if engine.backend is None:
         raise ConfigError("nci bench measures the folded search, and the model of this index cannot be folded")
-    config, name = engine.model.config, index.folder.name
+    config, name = engine.model.config, index.folder.resolve().name
     bench = Bench(settings, name, len(index), texts, engine.device)
     bench.peaks = measure_peaks(engine.device, engine.backend.precision)
     length = int(np.median([len(tokens) for tokens in engine.tokenise(list(texts))]))
-    sizes = config.encoder
-    layers = int(sizes.get("num_hidden_layers") or sizes["num_layers"])
-    heads = int(sizes.get("num_attention_heads") or sizes["num_heads"])
+    sizes = encoder_sizes(config)
     shape = Shape(
-        name, layers, config.decoder_layers, config.d_model, config.heads, config.d_ff, config.adapter_layers, heads
+        name,
+        sizes.layers,
+        config.decoder_layers,
+        config.d_model,
+        config.heads,
+        config.d_ff,
+        max(1, config.adapter_layers),  # the paper's search has one, whatever the index has
+        sizes.heads,
     )
-    tokenizer = HashTokenizer(int(sizes["vocab_size"]), length)
+    tokenizer = HashTokenizer(int(config.encoder["vocab_size"]), length)
     ours = IndexNci(engine, settings.beams[0])
     for beam in settings.beams if "nci" in settings.systems else ():
         probe = RandomNci(engine.backend, tokenizer, beam)
@@ -236,7 +247,9 @@ def _add_references(bench: Bench, trie: Trie, shape: Shape, length: int) -> None
 
 def _references(bench: Bench, trie: Trie, shape: Shape, length: int) -> Iterator[Any]:
     for beam in bench.settings.beams:
-        if "hf-generate" in bench.settings.systems and beam > 1:
+        if "hf-generate" in bench.settings.systems and beam == 1:
+            log.warning("hf-generate is left out at beam 1, which is no beam search")
+        elif "hf-generate" in bench.settings.systems:
             yield HfGenerate(trie, shape, beam=beam, device=bench.device, length=length)
         if "paper-search" in bench.settings.systems:
             yield PaperSearch(trie, shape, beam=beam, device=bench.device, length=length)

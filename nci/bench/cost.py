@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nci.errors import ConfigError
 from nci.model import NCIConfig
 from nci.search.plan import Plan
 from nci.trie import Trie
@@ -26,15 +27,44 @@ class Cost:
     bytes: float
 
 
+@dataclass(frozen=True)
+class EncoderSizes:
+    """Of an encoder, whatever its configuration calls them."""
+
+    layers: int
+    width: int
+    inner: int  # of all attention heads together
+    wide: int
+    ups: int  # matrices from `width` to `wide`
+    heads: int
+
+
+def encoder_sizes(config: NCIConfig) -> EncoderSizes:
+    """Read off the encoder's configuration."""
+    sizes = config.encoder
+
+    def first(*names: str) -> int:
+        found = next((sizes[name] for name in names if sizes.get(name)), None)
+        if found is None:
+            raise ConfigError(f"nci bench does not know the size of a {sizes.get('model_type')} encoder: no {names[0]}")
+        return int(found)
+
+    width, heads = first("hidden_size", "d_model", "dim"), first("num_attention_heads", "num_heads", "n_heads")
+    return EncoderSizes(
+        layers=first("num_hidden_layers", "num_layers", "n_layers"),
+        width=width,
+        inner=heads * int(sizes.get("d_kv") or width // heads),
+        wide=first("intermediate_size", "d_ff", "hidden_dim"),
+        ups=2 if "gated" in str(sizes.get("feed_forward_proj", "")) else 1,
+        heads=heads,
+    )
+
+
 def encoder_cost(config: NCIConfig, *, tokens: int, batch: int, precision: str) -> Cost:
     """The encoder alone."""
-    sizes = config.encoder
-    width = int(sizes.get("hidden_size") or sizes["d_model"])
-    layers = int(sizes.get("num_hidden_layers") or sizes["num_layers"])
-    wide = int(sizes.get("intermediate_size") or sizes["d_ff"])
-    ups = 2 if "gated" in str(sizes.get("feed_forward_proj", "")) else 1
-    weights = layers * (4 * width**2 + (1 + ups) * width * wide)
-    return Cost(batch * tokens * (2 * weights + layers * 4 * tokens * width), weights * BYTES[precision])
+    e = encoder_sizes(config)
+    weights = e.layers * (4 * e.width * e.inner + (1 + e.ups) * e.width * e.wide)
+    return Cost(batch * tokens * (2 * weights + e.layers * 4 * tokens * e.inner), weights * BYTES[precision])
 
 
 def search_cost(
@@ -46,10 +76,8 @@ def search_cost(
         rows: Rows decoded per query, where that is less than the plan says: a CPU drops those without hope.
     """
     encoder = encoder_cost(config, tokens=tokens, batch=batch, precision=precision)
-    sizes = config.encoder
-    width = int(sizes.get("hidden_size") or sizes["d_model"])
     d, layers, wide = int(config.d_model), int(config.decoder_layers), int(config.d_ff)
-    cross = layers * 2 * d * width
+    cross = layers * 2 * d * encoder_sizes(config).width
     # The first layer's self-attention and the question of its cross-attention are stored with the tree.
     decoder = layers * (6 * d**2 + 2 * d * wide) - 5 * d**2
     counts = np.diff(trie.child_start)
@@ -63,6 +91,6 @@ def search_cost(
     flops = encoder.flops + batch * (2 * tokens * cross + 2 * plan.rows * decoded * decoder + attention + 2 * d * edges)
     passes = len(plan.levels) - bool(plan.first_children)
     numbers = cross + passes * decoder
-    activations = min(2, BYTES[precision]) if precision == "bf16" else 4
+    activations = 2 if precision == "bf16" else 4
     stored = 2 * d * edges + activations * passes * tokens * layers * 2 * d  # the edge table is bf16 everywhere
     return Cost(flops, encoder.bytes + numbers * BYTES[precision] + batch * stored)

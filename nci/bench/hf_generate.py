@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, T5ForConditionalGeneration
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, T5ForConditionalGeneration
 
 from nci.bench.shapes import WORD_PIECES, HashTokenizer, Shape, id_values, nested_dicts, walk
 from nci.errors import ConfigError
@@ -77,6 +77,8 @@ class HfGenerate:
             attention_mask=mask,
             generation_config=settings,
             prefix_allowed_tokens_fn=self._allowed,
+            # The library makes a cache of as many layers as the encoder has, too few for a deeper decoder.
+            past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()),
         )
         ids = [self._semantic_id(tokens) for tokens in found.tolist()]
         groups = [ids[i : i + returned] for i in range(0, len(ids), returned)]

@@ -162,7 +162,7 @@ class IndexNci:
         assert backend is not None
         tokens = self.engine.tokenise(texts)
         order: Sequence[list[int]] = tokens
-        ids, lengths = backend.pad(order, pad=int(self.engine.tokenizer.pad_token_id or 0))
+        ids, lengths = backend.pad(order, pad=int(self.engine.tokenizer.pad_token_id or 0), most=self.engine.max_length)
         return _vectors(backend, ids, lengths)[: len(texts)]
 
 

@@ -12,6 +12,7 @@ of `nci`'s own model or search.
 from __future__ import annotations
 
 import heapq
+import math
 from typing import Any, cast
 
 import torch
@@ -41,7 +42,7 @@ class PaperModel(nn.Module):
         self.decoder = T5Stack(
             shape.t5(self.vocabulary, num_layers=shape.decoder_layers, is_decoder=True, use_cache=False)
         )
-        layer = nn.TransformerDecoderLayer(width, nhead=8, dim_feedforward=2048)
+        layer = nn.TransformerDecoderLayer(width, nhead=math.gcd(8, width), dim_feedforward=2048)
         self.adapter = nn.TransformerDecoder(layer, shape.adapter_layers)
         self.memory = nn.Parameter(torch.rand(1, 1, width))  # in the place of a query
         self.widen = nn.Linear(width, width * self.vocabulary, bias=False)

@@ -6,6 +6,7 @@ Knows no texts beyond those that the lexical score reads, and nothing of tokeniz
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -22,17 +23,19 @@ from nci.search.ops import SearchTree, TorchOps
 from nci.search.plan import Plan
 from nci.trie import Trie
 
-LENGTHS = (16, 32, 64, 128)
-MOST_AT_ONCE = 1024
+LENGTHS = (16, 32, 64, 128, 256, 512)
 
 
 def choose_precision(asked: str, device: str) -> Precision:
-    """What `auto` means here: bf16 on a GPU, int8 on a CPU with instructions for it, float32 elsewhere."""
+    """What `auto` means here: bf16 on a GPU, int8 on a CPU with instructions for it, float32 elsewhere.
+
+    int8 is a CPU's: an index that was told to use it is searched in bf16 on a GPU.
+    """
     on_cpu = device == "cpu"
     if asked == "auto":
         return "int8" if on_cpu and torch.cpu._is_vnni_supported() else "fp32" if on_cpu else "bf16"
     if asked == "int8" and not on_cpu:
-        raise ConfigError("--search.precision int8 is for CPUs; use bf16 on a GPU")
+        return "bf16"
     if asked not in ("fp32", "bf16", "int8"):
         raise ConfigError(f"--search.precision is one of auto, fp32, bf16, int8; not {asked!r}")
     return asked  # type: ignore[return-value]
@@ -60,19 +63,20 @@ class Backend:
         self.network = Network(model, precision=precision, device=device, ops=_ops(device))
         # A CPU reads the mapped table as it is; a GPU has it in the precision of the network.
         self.tree = SearchTree.on(device, trie, edges, self.network.dtype if self.on_gpu else None)
-        self.recorder = Recorder() if self.on_gpu else None
+        self.recorder = Recorder(device) if self.on_gpu else None
+        self.one_at_a_time = Lock()
 
-    def pad(self, ids: Sequence[Sequence[int]], *, pad: int, room: int = MOST_AT_ONCE) -> tuple[Tensor, Tensor]:
-        """Token ids and lengths on the host; for a GPU with as many queries and tokens as a recording has."""
+    def pad(self, ids: Sequence[Sequence[int]], *, pad: int, most: int) -> tuple[Tensor, Tensor]:
+        """Token ids and lengths on the host; for a GPU with as many queries and tokens as a recording has.
+
+        Args:
+            most: Tokens that the encoder can read.
+        """
         count, longest = len(ids), max(map(len, ids))
         if self.on_gpu:
-            count = min(1 << (count - 1).bit_length(), max(count, room))
-            longest = next((length for length in LENGTHS if length >= longest), longest)
-        table = torch.full((count, longest), pad, dtype=torch.long)
-        lengths = torch.ones(count, dtype=torch.long)
-        for row, tokens in enumerate(ids):
-            table[row, : len(tokens)] = torch.as_tensor(tokens)
-            lengths[row] = len(tokens)
+            count = 1 << (count - 1).bit_length()
+            longest = max(longest, min(most, next((length for length in LENGTHS if length >= longest), longest)))
+        table, lengths = padded(ids, pad=pad, count=count, longest=longest)
         return (table.pin_memory(), lengths.pin_memory()) if self.on_gpu else (table, lengths)
 
     @torch.inference_mode()
@@ -97,8 +101,10 @@ class Backend:
             return (self._search(plan, ids, lengths, **dict(zip(given, others, strict=True))).packed(),)
 
         key = (plan, tuple(ids.shape), *given)
-        (found,) = self.recorder.run(key, recorded, ids, lengths, *given.values())
-        return Nodes.unpacked(found.cpu(), plan.rows * len(ids)).first(len(texts))
+        with self.one_at_a_time:  # a recording has one place for its inputs and one for its results
+            (found,) = self.recorder.run(key, recorded, ids, lengths, *given.values())
+            table = found.cpu()
+        return Nodes.unpacked(table, plan.rows * len(ids)).first(len(texts))
 
     def _search(
         self, plan: Plan, ids: Tensor, lengths: Tensor, words: Tensor | None = None, asked: Tensor | None = None
@@ -109,6 +115,18 @@ class Backend:
         if self.content is not None:
             anchors = self.content.anchors(vectors if asked is None else asked, words)
         return find(self.network, self.tree, plan, memory, anchors)
+
+
+def padded(
+    ids: Sequence[Sequence[int]], *, pad: int, count: int | None = None, longest: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Token ids (count, longest) and lengths, padded on the right; by default as small as they can be."""
+    table = torch.full((count or len(ids), longest or max(map(len, ids))), pad, dtype=torch.long)
+    lengths = torch.ones(len(table), dtype=torch.long)
+    for row, tokens in enumerate(ids):
+        table[row, : len(tokens)] = torch.as_tensor(tokens)
+        lengths[row] = len(tokens)
+    return table, lengths
 
 
 def _ops(device: str) -> TorchOps:

@@ -59,6 +59,10 @@ class DocumentVectors:
     @classmethod
     def load(cls, folder: Path) -> DocumentVectors:
         """Map what `save` wrote into memory, unread."""
+        if not (folder / "codes.npy").exists():
+            raise DataError(
+                f"{folder.name} was written by an earlier version and has no codes.npy; build the index again"
+            )
         values, codes, scales = (
             np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
             for name in ("vectors", "codes", "scales")

@@ -21,7 +21,7 @@ from nci.errors import ConfigError, DataError, NciError
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.runtime import one_thread_each
-from nci.search.backend import Backend, choose_precision
+from nci.search.backend import Backend, choose_precision, padded
 from nci.search.content import Content, DocumentVectors
 from nci.search.exhaustive import exhaustive_search
 from nci.search.fold import EdgeTable, fold
@@ -139,7 +139,7 @@ class Engine:
             found = in_pieces(at_once, [cleaned[i] for i in chosen], [tokens[i] for i in chosen])
             return zip(chosen, found, strict=True)
 
-        size = batch_size or (_GPU_BATCH if fast and self.device != "cpu" else _CPU_BATCH)
+        size = batch_size or (_gpu_batch(self.trie.documents) if fast and self.device != "cpu" else _CPU_BATCH)
         batches = [order[start : start + size] for start in range(0, len(order), size)]
         mapped = one_thread_each(search, batches) if fast and self.device == "cpu" else map(search, batches)
         out = dict(pair for pairs in mapped for pair in pairs)
@@ -190,7 +190,7 @@ class Engine:
 
     def _at_once(self, texts: list[str], tokens: list[list[int]], plan: Plan) -> list[_One]:
         assert self.backend is not None
-        ids, lengths = self.backend.pad(tokens, pad=int(self.tokenizer.pad_token_id or 0))
+        ids, lengths = self.backend.pad(tokens, pad=int(self.tokenizer.pad_token_id or 0), most=self.max_length)
         found = self.backend.search(ids, lengths, texts, plan, self._stored(texts, len(lengths)))
         arrays = [part.numpy() for part in (found.nodes, found.scores, found.scored, found.short)]
         return [_One(*one) for one in zip(*arrays, strict=True)]
@@ -236,20 +236,17 @@ class Engine:
     def encode(self, texts: Sequence[str]) -> EncodedQueries:
         """Everything about some queries that does not depend on the beam, by the model's own modules."""
         model = self.reference
-        batch = self.tokenizer(
-            [self.prompt + text for text in texts],
-            truncation=True,
-            max_length=self.max_length,
-            padding=True,
-            return_tensors="pt",
-        ).to(self.device)
-        states, vectors = model.encode(batch["input_ids"], batch["attention_mask"])
+        tokens = self.tokenise(list(texts))
+        # Padded here: a tokenizer that pads remembers it, and would pad the queries of other threads, too.
+        ids, lengths = padded(tokens, pad=int(self.tokenizer.pad_token_id or 0))
+        mask = (torch.arange(ids.shape[1]) < lengths.unsqueeze(1)).long().to(self.device)
+        states, vectors = model.encode(ids.to(self.device), mask)
         lexical = None
         if self.lexical is not None:
             lexical = torch.as_tensor(self.lexical.normalised(texts), device=self.device)
         stored = self._stored(texts, len(texts))
         anchors = model.anchors(vectors if stored is None else stored, lexical)
-        return EncodedQueries(states, batch["attention_mask"], vectors, anchors)
+        return EncodedQueries(states, mask, vectors, anchors)
 
     @torch.inference_mode()
     def explain(self, text: str, documents: Sequence[int]) -> list[dict[str, Any]]:
@@ -283,6 +280,11 @@ class Engine:
         if model.head.bias is not None:
             torch.nn.init.zeros_(model.head.bias)
         return replace(self, model=model, edges=None if self.edges is None else self.edges.without_edges())
+
+
+def _gpu_batch(documents: int) -> int:
+    """Queries at a time such that one number per query and document stays below half a gigabyte."""
+    return max(8, min(_GPU_BATCH, 2**27 // documents))
 
 
 class _One(NamedTuple):
