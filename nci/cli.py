@@ -5,18 +5,17 @@ Exit codes: 0 all is well, 1 something is wrong with the data, the index or the 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nci import __version__, parsers
+from nci import __version__, parsers, research
 from nci.config import Config
+from nci.console import Typed, plain, whole_numbers, write_json, writing
 from nci.errors import ConfigError, NciError
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def search(args: Namespace) -> int:
     from nci.evaluate import write_run
 
     if args.queries is None and len(args.words) < 2:
-        raise _Typed('give an index and a query: nci search INDEX "what you look for"')
+        raise Typed('give an index and a query: nci search INDEX "what you look for"')
     indexes = _open(args.words if args.queries else args.words[:-1], args)
     if args.queries is not None:
         queries = read_queries(args.queries)
@@ -70,20 +69,20 @@ def search(args: Namespace) -> int:
                 query.query_id: {hit.doc_id: hit.score for hit in hits}
                 for query, hits in zip(queries, found, strict=True)
             }
-            with _writing("--run", args.run):
+            with writing("--run", args.run):
                 write_run(args.run, run)
         results = [{"query_id": q.query_id, **_as_json(hits)} for q, hits in zip(queries, found, strict=True)]
-        _write_json(args.json, {"queries": results})
+        write_json(args.json, {"queries": results})
         if not args.run and not args.json:
             for query, hits in zip(queries, found, strict=True):
-                print(f"\n{_plain(query.text)}")
+                print(f"\n{plain(query.text)}")
                 _print_hits(hits)
         return 0
     query = args.words[-1]
     if os.path.exists(os.path.join(query, "CURRENT")):
-        raise _Typed('the query comes last: nci search INDEX "what you look for"')
+        raise Typed('the query comes last: nci search INDEX "what you look for"')
     hits = _search_all(indexes, [query], args)[0]
-    _write_json(args.json, _as_json(hits))
+    write_json(args.json, _as_json(hits))
     if args.json != "-":
         _print_hits(hits)
         if args.explain:
@@ -100,7 +99,7 @@ def evaluate(args: Namespace) -> int:
     from nci.evaluate import table, write_run
 
     if len(args.words) < 2:
-        raise _Typed("give an index and a data set: nci evaluate INDEX DATA --split test")
+        raise Typed("give an index and a data set: nci evaluate INDEX DATA --split test")
     dataset = open_dataset(args.words[-1])
     if dataset is None:
         raise ConfigError(
@@ -115,11 +114,11 @@ def evaluate(args: Namespace) -> int:
     names = [name.strip() for name in args.metrics.split(",")]
     metrics = score(run, qrels, names)
     if args.run:
-        with _writing("--run", args.run):
+        with writing("--run", args.run):
             write_run(args.run, run)
     scored = sum(hits.documents_scored for hits in found) / max(1, len(found))
     result = {"metrics": metrics, "queries": len(queries), "seconds": round(seconds, 3), "documents_scored": scored}
-    _write_json(args.json, result)
+    write_json(args.json, result)
     if args.json != "-":
         print(table({"nci" if args.system == "trained" else f"nci {args.system}": metrics}, names))
         effort = f"{scored:.0f} of {sum(map(len, indexes))} documents scored per query"
@@ -139,7 +138,7 @@ def verify(args: Namespace) -> int:
         from nci.index import Index
 
         problems = Index(args.index).verify(level=2)
-    _write_json(
+    write_json(
         args.json, {"index": str(args.index), "generation": generation.name, "level": args.level, "problems": problems}
     )
     if args.json != "-":
@@ -151,34 +150,7 @@ def demo(args: Namespace) -> int:
     from nci.demo import run_demo
 
     result = run_demo(Path(args.out), preset=args.preset, device=args.device, limit=args.limit, show=args.json != "-")
-    _write_json(args.json, result)
-    return 0
-
-
-def bench(args: Namespace) -> int:
-    from nci.bench import as_json, table
-    from nci.bench.compare import Settings, compare_index, content_ms, default_queries
-    from nci.bench.timing import device_name
-    from nci.corpus import read_queries
-    from nci.index import load
-
-    settings = Settings(
-        systems=[name.strip() for name in args.systems.split(",")],
-        beams=_whole_numbers("--beams", args.beams),
-        batches=_whole_numbers("--batches", args.batches or ("1,16,64,256,512" if args.device != "cpu" else "1,8,32")),
-        slow_batches=_whole_numbers("--slow-batches", args.slow_batches),
-        seconds=args.seconds,
-        k=args.k,
-    )
-    opened = load(args.index, device=args.device)
-    texts = [query.text for query in read_queries(args.queries)] if args.queries else default_queries(opened)
-    rows = compare_index(opened, texts, settings)
-    _write_json(args.json, as_json(device_name(opened.engine.device), rows))
-    if args.json != "-":
-        print(table(rows))
-        alone = content_ms(opened, texts)
-        if alone is not None:
-            print(f"the content score takes {alone:.2f} ms of a query; it grows with the documents")
+    write_json(args.json, result)
     return 0
 
 
@@ -188,7 +160,10 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], Any], Callable[[Any], i
     "search": ("search an index, or several as an ensemble", parsers.search, search),
     "evaluate": ("metrics on the queries of a data set", parsers.evaluate, evaluate),
     "verify": ("check that an index is whole", parsers.verify, verify),
-    "bench": ("measure how fast an index is, beside other systems", parsers.bench, bench),
+    "prepare": ("make a data set of published files", parsers.prepare, research.prepare),
+    "querygen": ("write queries for documents", parsers.querygen, research.querygen),
+    "compare": ("several systems on a data set, side by side", parsers.compare, research.compare),
+    "bench": ("measure how fast an index is, beside other systems", parsers.bench, research.bench),
 }
 
 HELP = f"""usage: nci COMMAND ...
@@ -204,10 +179,6 @@ begin with:
   nci search my.index "what I look for"
 
 `nci COMMAND --help` explains a command. In Python: import nci; nci.build(...), nci.load(...).search(...)"""
-
-
-class _Typed(Exception):
-    """The command was typed wrong."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -227,17 +198,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parse(make_parser, argv)
         _set_up(quiet=args.quiet)
         return command(args)
-    except _Typed as error:
+    except Typed as error:
         print(f"nci {argv[0]}: {error}", file=sys.stderr)
         return 2
     except NciError as error:
-        print(f"nci {argv[0]}: {_plain(str(error))}", file=sys.stderr)
+        print(f"nci {argv[0]}: {plain(str(error))}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe went away: nothing to say
         return 0
     except OSError as error:
-        print(f"nci {argv[0]}: {_plain(str(error))[:300]}", file=sys.stderr)
+        print(f"nci {argv[0]}: {plain(str(error))[:300]}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"\nnci {argv[0]}: stopped; the same command goes on where this one was", file=sys.stderr)
@@ -253,7 +224,7 @@ def _parse(make_parser: Callable[[Sequence[str]], Any], argv: Sequence[str]) -> 
     try:
         return parser.parse_args(argv[1:])
     except ArgumentError as error:
-        raise _Typed(f"{_plain(str(error))} (nci {argv[0]} --help)") from error
+        raise Typed(f"{plain(str(error))} (nci {argv[0]} --help)") from error
 
 
 def _set_up(*, quiet: bool) -> None:
@@ -286,19 +257,11 @@ def _search_all(indexes: Sequence[Index], texts: list[str], args: Namespace) -> 
         texts,
         args.k,
         method=args.merge,
-        beam=None if args.beam is None else _whole_numbers("--beam", args.beam),
+        beam=None if args.beam is None else whole_numbers("--beam", args.beam),
         length_penalty=args.length_penalty,
         mode="unconstrained" if args.unconstrained else "beam",
         stop_depth=args.stop_depth,
     )
-
-
-def _whole_numbers(flag: str, text: object) -> list[int]:
-    """Numbers of a flag like 10,100."""
-    try:
-        return [int(part) for part in str(text).split(",")]
-    except ValueError:
-        raise _Typed(f"{flag} is a whole number, or several separated by commas; not {str(text)!r}") from None
 
 
 def _as_json(hits: Hits) -> dict[str, Any]:
@@ -307,37 +270,12 @@ def _as_json(hits: Hits) -> dict[str, Any]:
     return {"hits": rows, "documents_scored": hits.documents_scored}
 
 
-def _write_json(target: str | None, value: dict[str, Any]) -> None:
-    if target is None:
-        return
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2) + "\n"
-    if target == "-":
-        print(text, end="")
-        return
-    with _writing("--json", target):
-        Path(target).write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def _writing(flag: str, target: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{flag} {target}: cannot be written: {reason}") from error
-
-
-def _plain(text: str) -> str:
-    """One line that cannot steer a terminal."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
-
-
 def _print_hits(hits: Hits) -> None:
     from nci.index import snippet
 
     for hit in hits:
         print(
-            f"{hit.rank:>3}  {hit.score:8.3f}  {_plain(hit.title or hit.doc_id)}"
-            + (f"  [{_plain(hit.doc_id)}]" if hit.title else "")
+            f"{hit.rank:>3}  {hit.score:8.3f}  {plain(hit.title or hit.doc_id)}"
+            + (f"  [{plain(hit.doc_id)}]" if hit.title else "")
         )
-        print(f"               {_plain(snippet(hit.text))}")
+        print(f"               {plain(snippet(hit.text))}")

@@ -163,6 +163,78 @@ def verify(argv: Sequence[str]) -> ArgumentParser:
     return parser
 
 
+def compare(argv: Sequence[str]) -> ArgumentParser:
+    parser = _parser(
+        "Compare systems on a data set, all with the same documents, training pairs and queries. What is missing is built or "
+        "trained and kept, so that a second call only prints and a killed one goes on. Systems: bm25, bm25-okapi, "
+        "bm25+trainq, bm25+qg, dense, dense-hnsw, knn, dpr, ance, dsi, dsi-atomic, seal, nci, nci-untrained, nci-zeroed, "
+        "nci-pure, nci-ensemble, rrf:A+B, rerank:A."
+    )
+    parser.add_argument("data", metavar="DATA", help="A BEIR folder.")
+    parser.add_argument(
+        "--split", default="test", help="Which qrels file: qrels/SPLIT.tsv; several separated by commas."
+    )
+    parser.add_argument(
+        "--systems", default="bm25,bm25+trainq,dense,rrf:bm25+dense,nci", help="Which, separated by commas."
+    )
+    parser.add_argument("-o", "--out", metavar="DIR", default="compare", help="Folder for what is built and found.")
+    parser.add_argument(
+        "--preset", default=None, help=f"Settings of the indexes: {', '.join(presets())}, or a .yaml file."
+    )
+    parser.add_argument("--seeds", type=int, default=1, help="Indexes behind each row of nci and its kin.")
+    parser.add_argument(
+        "--generated", metavar="FILE", default=None, help="Generated queries, as nci querygen writes them."
+    )
+    parser.add_argument("--metrics", default=None, help="ir-measures names, separated by commas.")
+    parser.add_argument("--latex", metavar="FILE", default=None, help="Write the metrics as a LaTeX tabular.")
+    parser.add_argument("--plot", metavar="FILE", default=None, help="Draw R@1 over latency (.png or .svg).")
+    parser.add_argument("--device", default=None, help="cpu or cuda; a GPU is used where there is one.")
+    parser.add_argument("--json", metavar="FILE", default=None, help="Write one JSON object; - is standard output.")
+    return parser
+
+
+def prepare(argv: Sequence[str]) -> ArgumentParser:
+    parser = _parser(
+        "Make a BEIR folder of a published data set from the files as they are downloaded: nq320k (Natural Questions, the "
+        "original or the simplified files), triviaqa (Wikipedia domain), or a form that others have prepared. A run that was "
+        "stopped goes on where it was; counts are compared with the published ones."
+    )
+    parser.add_argument("kind", metavar="KIND", help="nq320k, triviaqa, ...; a wrong name lists them all.")
+    parser.add_argument("source", metavar="SRC", help="Folder with the downloaded files.")
+    parser.add_argument("-o", "--out", metavar="DATA", required=True, help="BEIR folder to make.")
+    parser.add_argument("--on-error", default="fail", help="What to do with a bad record: fail or skip.")
+    parser.add_argument("--json", metavar="FILE", default=None, help="Write one JSON object; - is standard output.")
+    return parser
+
+
+def querygen(argv: Sequence[str]) -> ArgumentParser:
+    parser = _parser(
+        "Write queries for documents. With the training queries of the data a generator is trained here, from the encoder; "
+        "--generator names another one (a docT5query model by folder or Hub name). Every document has its own seed, so that "
+        "a rerun writes the same. Queries that do not find their own document are dropped, unless --keep-all."
+    )
+    parser.add_argument("data", metavar="DATA", help="A BEIR folder, or any corpus with --generator.")
+    parser.add_argument("-o", "--out", metavar="DIR", required=True, help="Folder for queries.jsonl and the generator.")
+    parser.add_argument(
+        "--generator", metavar="NAME", default=None, help="A trained generator, or a model of Hugging Face."
+    )
+    parser.add_argument(
+        "--encoder", default="minilm", help="What a generator is trained from, and dense search for the filter."
+    )
+    parser.add_argument("--epochs", type=int | None, default=None, help="Passes over the training queries.")
+    parser.add_argument("--keep-all", action="store_true", help="Do not drop what does not find its own document.")
+    parser.add_argument("--device", default=None, help="cpu or cuda; a GPU is used where there is one.")
+    parser.add_argument("--per-document", type=int, default=15, help="Queries per document.")
+    parser.add_argument("--top-k", type=int, default=50, help="Draw among the k likeliest word pieces; 0 means all.")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="Draw among those that together have this probability."
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="Below 1 prefers the likely ones.")
+    parser.add_argument("--batch-size", type=int, default=32, help="Documents at once.")
+    parser.add_argument("--seed", type=int, default=0, help="Same seed, same queries.")
+    return parser
+
+
 def bench(argv: Sequence[str]) -> ArgumentParser:
     parser = _parser(
         "Measure an index: latency of one query, throughput at the best batch, and the share of what the hardware could "

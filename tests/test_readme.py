@@ -40,7 +40,9 @@ def test_the_command_lines_run(
     assert main(["index", "DATA", "-o", "other.index", "--preset", "fast", "--train.epochs", "0.5"]) == 0
     (text,) = [block for block in blocks("") if "nci index docs.jsonl" in block]
     lines = [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("nci ")]
-    assert {line[1] for line in lines} == set(COMMANDS) - {"demo"}
+    (more,) = [block for block in blocks("") if "nci compare" in block]
+    others = {line.split()[1] for line in more.splitlines()}
+    assert {line[1] for line in lines} | others == set(COMMANDS) - {"demo"}
     for line in lines:
         assert main(line[1:]) == 0, line
     assert "is whole" in capsys.readouterr().out

@@ -1,19 +1,25 @@
-"""Dense retrieval: documents and an encoder in, exact search by inner product out. No torch of its own.
+"""Dense retrieval: documents and an encoder in, exact search by inner product or cosine out. No torch of its own.
 
-faiss does the product where it is installed, numpy otherwise. Knows nothing of how vectors are made.
+faiss does the product where it is installed, numpy otherwise. The paper's "BERT + BruteForce" is similarity "cosine",
+its "BERT + ANN (Faiss)", a flat index too, is similarity "dot"; with vectors of length 1 both are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, overload
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from nci.baselines import Shelf, check_k
-from nci.errors import DataError
+from nci.errors import ConfigError, DataError
 from nci.records import Document, Hit
+
+if TYPE_CHECKING:
+    from nci.encoders import TextEncoder
 
 QUERIES_AT_ONCE = 256
 
@@ -24,6 +30,59 @@ class Encoder(Protocol):
     def encode(self, texts: list[str], /, *, batch_size: int) -> npt.NDArray[Any]: ...
 
 
+@dataclass(frozen=True)
+class DenseSettings:
+    """Which encoder, and how two vectors are compared.
+
+    Args:
+        encoder: "minilm", a folder, or a name on the Hugging Face Hub (a sentence-transformers or plain encoder).
+        similarity: cosine, or dot for the inner product of the vectors as the encoder gives them.
+        pooling: auto takes what the encoder's folder says, else mean; Condenser and its kin need cls.
+        max_length: Word pieces of a text that are read.
+        batch_size: Texts per forward pass.
+        precision: auto takes bf16 where the device has it.
+    """
+
+    encoder: str = "minilm"
+    similarity: Literal["cosine", "dot"] = "cosine"
+    pooling: Literal["auto", "mean", "cls", "max"] = "auto"
+    max_length: int = 256
+    batch_size: int = 32
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
+
+    def __post_init__(self) -> None:
+        check_similarity(self.similarity)
+        if min(self.max_length, self.batch_size) < 1:
+            raise ConfigError("max_length and batch_size of dense search are at least 1")
+
+
+class QueryEncoder:
+    """The query side of a text encoder: its own prompt for queries stands before every text."""
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self._encoder = encoder
+
+    @classmethod
+    def load(cls, settings: DenseSettings, *, device: str) -> Self:
+        """The encoder by name or folder."""
+        from nci.encoders import TextEncoder
+        from nci.runtime import uses_bf16
+
+        return cls(
+            TextEncoder.load(
+                settings.encoder,
+                pooling=settings.pooling,
+                max_length=settings.max_length,
+                device=device,
+                dtype="bfloat16" if uses_bf16(settings.precision, device) else "float32",
+            )
+        )
+
+    def encode(self, texts: list[str], /, *, batch_size: int) -> npt.NDArray[np.float32]:
+        """Vectors of queries, (texts, width)."""
+        return self._encoder.encode(texts, role="query", batch_size=batch_size)
+
+
 class Dense:
     """Exact search over one vector per document.
 
@@ -32,6 +91,8 @@ class Dense:
         encoder: Makes the vectors of queries, and of the documents' title and text unless those are given.
         vectors: The documents' vectors in the same order, (documents, width).
         batch_size: Texts per forward pass of the encoder.
+        similarity: dot, or cosine, which scales all vectors to length 1 first.
+        name: What hits say they come from.
     """
 
     def __init__(
@@ -41,16 +102,49 @@ class Dense:
         vectors: npt.NDArray[Any] | None = None,
         *,
         batch_size: int = 32,
+        similarity: Literal["cosine", "dot"] = "dot",
+        name: str = "dense",
     ) -> None:
-        self._shelf = Shelf(documents, source="dense")
+        check_similarity(similarity)
+        self._shelf = Shelf(documents, source=name)
         self._encoder = encoder
         self._batch_size = batch_size
+        self._similarity = similarity
         if vectors is None:
             vectors = encoder.encode([document.content for document in self._shelf.documents], batch_size=batch_size)
-        self._vectors = np.ascontiguousarray(vectors, np.float32)  # (documents, width)
-        if self._vectors.ndim != 2 or len(self._vectors) != len(self._shelf):
+        if vectors.ndim != 2 or len(vectors) != len(self._shelf):
             raise DataError(f"{len(self._shelf)} documents need one vector each, not an array of {vectors.shape}")
-        self._faiss = _flat_index(self._vectors)
+        self._vectors = self._ready(vectors)  # (documents, width)
+        self._faiss: Any = self._make_index(self._vectors)
+
+    @classmethod
+    def build(
+        cls,
+        documents: Sequence[Document],
+        *,
+        out: Path,
+        settings: DenseSettings | None = None,
+        device: str = "cpu",
+        name: str = "dense",
+    ) -> Self:
+        """Encodes the documents into the folder `out`; a rerun takes up what is there.
+
+        Args:
+            documents: What to search.
+            out: Where the vectors are kept.
+            settings: Encoder and similarity.
+            device: Where texts are encoded, also at search time.
+            name: What hits say they come from.
+        """
+        settings = settings or DenseSettings()
+        encoder, vectors = encode_corpus(documents, out=out, settings=settings, device=device)
+        size, similarity = settings.batch_size, settings.similarity
+        return cls(documents, encoder, vectors, batch_size=size, similarity=similarity, name=name)
+
+    @property
+    def index_bytes(self) -> int:
+        """Size of the vectors in memory."""
+        return self._vectors.nbytes
 
     @overload
     def search(self, queries: str, k: int = 10) -> list[Hit]: ...
@@ -63,9 +157,22 @@ class Dense:
         found: list[list[Hit]] = []
         for start in range(0, len(asked), QUERIES_AT_ONCE):
             texts = asked[start : start + QUERIES_AT_ONCE]
-            vectors = np.ascontiguousarray(self._encoder.encode(texts, batch_size=self._batch_size), np.float32)
+            vectors = self._ready(self._encoder.encode(texts, batch_size=self._batch_size))
             found += [self._shelf.hits(rows, scores, k) for rows, scores in self._nearest(vectors, k)]
         return found[0] if isinstance(queries, str) else found
+
+    def _ready(self, vectors: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        ready = np.ascontiguousarray(vectors, np.float32)
+        return unit(ready) if self._similarity == "cosine" else ready
+
+    def _make_index(self, vectors: npt.NDArray[np.float32]) -> Any | None:
+        try:
+            import faiss
+        except ImportError:
+            return None
+        index = faiss.IndexFlatIP(vectors.shape[1])
+        index.add(vectors)
+        return index
 
     def _nearest(
         self, queries: npt.NDArray[np.float32], k: int
@@ -87,11 +194,35 @@ class Dense:
                 return
 
 
-def _flat_index(vectors: npt.NDArray[np.float32]) -> Any | None:
-    try:
-        import faiss
-    except ImportError:
-        return None
-    index = faiss.IndexFlatIP(vectors.shape[1])
-    index.add(vectors)
-    return index
+def encode_corpus(
+    documents: Sequence[Document], *, out: Path, settings: DenseSettings, device: str
+) -> tuple[QueryEncoder, npt.NDArray[Any]]:
+    """The query side of an encoder, and its vectors of title and text, kept in `out` in resumable shards."""
+    from nci.config import EmbedConfig
+    from nci.embed import embed_documents
+    from nci.encoders import fetch_encoder, read_settings
+
+    config = EmbedConfig(
+        encoder=settings.encoder,
+        pooling=settings.pooling,
+        # Whether "dot" means vectors of length 1 is the encoder's own business.
+        normalise=settings.similarity == "cosine" or read_settings(fetch_encoder(settings.encoder)).normalise,
+        max_length=settings.max_length,
+        batch_size=settings.batch_size,
+        precision=settings.precision,
+    )
+    vectors = embed_documents(documents, out, config, device=device)
+    return QueryEncoder.load(settings, device=device), vectors
+
+
+def unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Vectors scaled to length 1; a zero vector stays as it is, similar to nothing."""
+    length = np.linalg.norm(vectors, axis=1, keepdims=True)
+    scaled: npt.NDArray[np.float32] = np.divide(vectors, length, out=np.zeros_like(vectors), where=length > 0)
+    return scaled
+
+
+def check_similarity(similarity: str) -> None:
+    """Refuses a similarity that is none."""
+    if similarity not in ("cosine", "dot"):
+        raise ConfigError(f"the similarity of dense search is cosine or dot, not {similarity!r}")

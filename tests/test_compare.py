@@ -1,0 +1,209 @@
+"""Several systems on a data set: the table, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny import make_beir, make_documents, tiny_values
+
+from nci.cli import main
+from nci.compare import Result, compare, latency_ms, search_all
+from nci.config import Config
+from nci.corpus import open_dataset
+from nci.errors import ConfigError, DataError
+from nci.evaluate import evaluate, per_query
+from nci.records import Hit
+from nci.systems import Workbench, parts_of
+
+
+@pytest.fixture(scope="module")
+def workbench(tmp_path_factory: pytest.TempPathFactory, encoder: Path) -> Workbench:
+    folder = tmp_path_factory.mktemp("compare")
+    dataset = open_dataset(make_beir(folder / "data"))
+    assert dataset is not None
+    config = Config.from_dict(tiny_values(encoder, train={"epochs": 0.5}))
+    return Workbench(dataset, folder / "systems", config, device="cpu", seeds=2)
+
+
+NAMES = [
+    "bm25",
+    "bm25-okapi",
+    "bm25+trainq",
+    "dense",
+    "dense-hnsw",
+    "knn",
+    "nci",
+    "nci-untrained",
+    "nci-zeroed",
+    "nci-ensemble",
+    "rrf:bm25+trainq+dense",
+]
+
+
+@pytest.fixture(scope="module")
+def result(workbench: Workbench) -> Result:
+    return compare(workbench, NAMES, "test", workbench.folder.parent)
+
+
+def test_every_system_is_a_row(result: Result, workbench: Workbench) -> None:
+    assert list(result.systems) == NAMES
+    assert result.queries == 12
+    assert result.reference == "nci"
+    assert result.seeds == {name: 2 if name in ("nci", "nci-untrained", "nci-zeroed") else 1 for name in NAMES}
+    assert set(result.p_values) == set(NAMES) - {"nci"}
+    assert all(ms > 0 for ms in result.latency_ms.values())
+    assert all(size > 0 for size in result.index_bytes.values())
+
+
+def test_a_row_is_what_the_system_finds(result: Result, workbench: Workbench) -> None:
+    queries, qrels = workbench.dataset.split("test")
+    for name in ("bm25", "bm25+trainq", "dense"):
+        run = search_all(workbench.make(name)[0], queries)
+        assert result.systems[name] == pytest.approx(evaluate(run, qrels, list(result.systems[name])), abs=1e-9)
+    first, second = (search_all(workbench.make("nci", seed)[0], queries) for seed in range(2))
+    wanted = [evaluate(run, qrels, ["R@1", "RR@100"]) for run in (first, second)]
+    assert first != second, "each seed has a tree of its own"
+    for metric in ("R@1", "RR@100"):
+        values = [row[metric] for row in wanted]
+        assert result.systems["nci"][metric] == pytest.approx(sum(values) / 2)
+        assert result.spread["nci"][metric] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
+
+
+def test_training_queries_help_where_they_are(workbench: Workbench) -> None:
+    plain, more = (workbench.make(name)[0] for name in ("bm25", "bm25+trainq"))
+    text, doc_id = workbench.pairs[0]
+    assert {hit.doc_id: hit.score for hit in more.search(text, 60)}[doc_id] > {
+        hit.doc_id: hit.score for hit in plain.search(text, 60)
+    }[doc_id]
+
+
+def test_a_second_call_builds_and_searches_nothing(
+    result: Result, workbench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Workbench, "make", lambda *_: pytest.fail("it was made again"))
+    again = compare(workbench, NAMES, "test", workbench.folder.parent)
+    assert again.as_json() == result.as_json()
+
+
+def test_a_ranking_without_its_facts_is_made_again(result: Result, workbench: Workbench) -> None:
+    runs = workbench.folder.parent / "runs"
+    (facts,) = runs.glob("bm25-0-test-*.json")
+    whole = json.loads(facts.read_text())
+    facts.unlink()
+    again = compare(workbench, ["bm25"], "test", workbench.folder.parent)
+    assert again.systems["bm25"] == result.systems["bm25"]
+    assert json.loads(facts.read_text())["index_bytes"] == whole["index_bytes"]
+
+
+def test_other_data_or_settings_are_other_systems(workbench: Workbench) -> None:
+    from dataclasses import replace
+
+    keys = {workbench.key(name, seed) for name in ("bm25", "nci") for seed in (0, 1)}
+    other = replace(workbench, generated=[("a", "d0")], made={})
+    keys.add(other.key("bm25", 0))
+    changed = replace(workbench.config, search=replace(workbench.config.search, beam=7))
+    keys.add(replace(workbench, config=changed, made={}).key("bm25", 0))
+    assert len(keys) == 6
+
+
+def test_the_texts_show_every_system(result: Result) -> None:
+    text, latex = result.text(), result.latex()
+    for name in NAMES:
+        assert sum(line.startswith(name + " ") for line in text.splitlines()) == 2
+    assert latex.count(r"\\") == len(NAMES) + 1
+    best = max(row["R@1"] for row in result.systems.values())
+    assert rf"\textbf{{{100 * best:.2f}}}" in latex
+    assert "Success@k" in text
+
+
+def test_paired_values_are_means_over_seeds(result: Result, workbench: Workbench) -> None:
+    from nci.significance import document_groups, holm, paired_bootstrap
+
+    queries, qrels = workbench.dataset.split("test")
+    values = [per_query(search_all(workbench.make("nci", s)[0], queries), qrels, "R@1") for s in range(2)]
+    mean = {query_id: (values[0][query_id] + values[1][query_id]) / 2 for query_id in values[0]}
+    dense = per_query(search_all(workbench.make("dense")[0], queries), qrels, "R@1")
+    plain = paired_bootstrap(mean, dense, groups=document_groups(qrels)).p_value
+    assert plain <= result.p_values["dense"] <= 1
+    assert holm({"dense": plain}) == {"dense": plain}
+    alone = compare(workbench, ["nci", "dense"], "test", workbench.folder.parent)
+    assert alone.p_values == {"dense": pytest.approx(plain)}
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["nothing"], "there is no 'nothing'"),
+        (["bm25", "bm25"], "once"),
+        ([], "at least one"),
+        (["rrf:bm25+nothing"], "there is no 'nothing'"),
+        (["sum:bm25+dense"], "'sum'"),
+        (["bm25+qg"], "generated queries"),
+    ],
+)
+def test_refuses_names_that_stand_for_nothing(workbench: Workbench, names: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        compare(workbench, names, "test", workbench.folder.parent)
+
+
+def test_a_missing_split_is_named(workbench: Workbench) -> None:
+    with pytest.raises(DataError, match='no split "other"'):
+        compare(workbench, ["bm25"], "other", workbench.folder.parent)
+
+
+def test_needs_training_queries(tmp_path: Path, encoder: Path) -> None:
+    data = make_beir(tmp_path / "data", make_documents(12))
+    (data / "qrels" / "train.tsv").unlink()
+    dataset = open_dataset(data)
+    assert dataset is not None
+    bench = Workbench(dataset, tmp_path / "systems", Config.from_dict(tiny_values(encoder)))
+    with pytest.raises(ConfigError, match="needs training queries"):
+        compare(bench, ["bm25+trainq"], "dev", tmp_path)
+    assert compare(bench, ["bm25"], "dev", tmp_path).queries == 12
+
+
+def test_parts_of() -> None:
+    assert parts_of("bm25+trainq+dense") == ["bm25+trainq", "dense"]
+    assert parts_of("dense+bm25+qg") == ["dense", "bm25+qg"]
+    assert parts_of("bm25") == ["bm25"]
+
+
+def test_latency_is_of_one_query_at_a_time() -> None:
+    asked: list[Any] = []
+
+    class Slow:
+        def search(self, queries: Any, k: int = 10) -> list[Hit]:
+            asked.append(queries)
+            return []
+
+    assert latency_ms(Slow(), ["a", "b"]) >= 0  # type: ignore[arg-type]
+    assert asked == ["a", "a", "b"]
+    assert latency_ms(Slow(), []) == 0  # type: ignore[arg-type]
+    assert search_all(Slow(), []) == {}  # type: ignore[arg-type]
+
+
+def test_on_the_command_line(
+    tmp_path: Path, workbench: Workbench, encoder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tiny_values(encoder)))
+    data = str(workbench.dataset.folder)
+    flags = ["--preset", str(tmp_path / "c.yaml"), "-o", str(tmp_path / "out"), "--quiet", "--device", "cpu"]
+    files = ["--json", str(tmp_path / "r.json"), "--latex", str(tmp_path / "t.tex"), "--plot", str(tmp_path / "p.png")]
+    assert main(["compare", data, "--systems", "bm25, bm25+trainq", "--split", "test,dev", *flags, *files]) == 0
+    out = capsys.readouterr().out
+    assert "test, 12 queries" in out
+    assert "dev, 12 queries" in out
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert set(found["systems"]) == {"bm25", "bm25+trainq"}
+    assert set(found["splits"]) == {"test", "dev"}
+    assert (tmp_path / "t.tex").read_text().count("tabular") == 4
+    assert (tmp_path / "p.png").stat().st_size > 1000
+    for wrong in (["--systems", "foo"], ["--seeds", "0"], ["--split", "none"], ["--metrics", "Q@1"]):
+        assert main(["compare", data, *flags, *wrong]) == 1
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main(["compare", str(tmp_path), *flags]) == 1
+    assert "no BEIR folder" in capsys.readouterr().err
