@@ -114,7 +114,8 @@ def check_ids(folder: Path) -> None:
 def check_restart(src: Path, out: Path) -> None:
     """Stopped at every second record in turn, it must end with the same bytes."""
     prepare_nq320k(src, out / "whole", expected=None)
-    real, steps = beir._Work._write, 0
+    work: Any = beir._Work
+    real, steps = work._write, 0
 
     def falls(self: Any, *args: Any) -> None:
         nonlocal steps
@@ -123,13 +124,13 @@ def check_restart(src: Path, out: Path) -> None:
             raise KeyboardInterrupt
         real(self, *args)
 
-    beir._Work._write, beir.CHECKPOINT_RECORDS, stops = falls, 1, 0  # type: ignore[method-assign]
+    work._write, beir.CHECKPOINT_RECORDS, stops = falls, 1, 0
     while not (out / "stopped").exists():
         try:
             prepare_nq320k(src, out / "stopped", expected=None)
         except KeyboardInterrupt:
             stops += 1
-    beir._Work._write, beir.CHECKPOINT_RECORDS = real, 2000  # type: ignore[method-assign]
+    work._write, beir.CHECKPOINT_RECORDS = real, 2000
     check(f"the same bytes after {stops} stops", files(out / "stopped") == files(out / "whole"))
 
 

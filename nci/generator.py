@@ -44,7 +44,7 @@ class GeneratorConfig:
         max_target: Word pieces of a target, its end included.
         epochs: Passes over the pairs.
         batch_size: Pairs per step.
-        encoder_lr: Learning rate of the encoder.
+        encoder_lr: Learning rate of the encoder; 0 leaves it as it is, and a step takes less than half as long.
         decoder_lr: Learning rate of everything else.
         freeze_embeddings: Leave the word vectors, which encoder, decoder and softmax share, as they are.
         precision: auto takes bf16 on a GPU and on a CPU that has it, else fp32; sampling is in fp32 in any case.
@@ -127,6 +127,7 @@ class Generator:
             known, bias = _vocabulary(targets, ignored, texts.model.get_input_embeddings().num_embeddings, config)
             network = _network(texts, known, torch.tensor(blocked), config)
             network.bias.data.copy_(bias)
+            network.encoder.requires_grad_(config.encoder_lr > 0)
             network.encoder.get_input_embeddings().requires_grad_(not config.freeze_embeddings)
             pad = texts.tokenizer.pad_token_id or 0
             batches = Batches(sources, targets, config.rates, pad=pad, start=start, ignored=ignored, shared=_SHARED)

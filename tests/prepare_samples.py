@@ -10,13 +10,14 @@ from typing import Any
 
 from nci.corpus import Dataset
 
+TABLE = '<Table> <Tr> <Td colspan="2"> box </Td> </Tr> </Table>'
 FOOTER = "<Ul> <Li> Español </Li> </Ul> Edit links <Ul> <Li> About </Li> </Ul>"
 
 
 def page_text(title: str, *paragraphs: str) -> str:
     """A page as the simplified form has it."""
     body = " ".join(f"<P> {words} </P>" for words in paragraphs)
-    return f"{title} - wikipedia <H1> {title} </H1> Jump to : search {body} {FOOTER}"
+    return f"{title} - wikipedia <H1> {title} </H1> Jump to : search {body} {TABLE.replace(' c', '_c')} {FOOTER}"
 
 
 def simplified(number: int, title: str, *paragraphs: str) -> dict[str, Any]:
@@ -34,10 +35,10 @@ def simplified(number: int, title: str, *paragraphs: str) -> dict[str, Any]:
 def original(number: int, title: str, *paragraphs: str, tokens: bool = True) -> dict[str, Any]:
     """A line of the original form; without tokens it has the HTML alone."""
     row = simplified(number, title, *paragraphs)
-    words = row.pop("document_text").split()
+    words = [word.replace("_", " ") if word[0] == "<" else word for word in row.pop("document_text").split()]
     row["document_tokens"] = [{"token": word, "html_token": word[0] == "<", "start_byte": 0} for word in words]
     html = "".join(f"<P>{words}</P>" for words in paragraphs)
-    row["document_html"] = f"<HTML><HEAD><TITLE>{title}</TITLE></HEAD><H1>{title}</H1>{html}{FOOTER}</HTML>"
+    row["document_html"] = f"<HTML><HEAD><TITLE>{title}</TITLE></HEAD><H1>{title}</H1>{html}{TABLE}{FOOTER}</HTML>"
     row["document_title"] = title
     if not tokens:
         del row["document_tokens"]

@@ -59,6 +59,7 @@ def untrained(encoder: Path) -> Generator:
         for name, parameter in network.named_parameters():
             if not name.startswith("encoder."):
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        network.bias[0] += 4  # texts end before they must
     return Generator(network, texts, TINY, fingerprint="random")
 
 
@@ -210,7 +211,8 @@ def test_pick_is_inverse_sampling_of_the_cut_distribution(
     scores = [tenth / 10 for tenth in tenths]
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: top_k or None]
     weights = [math.exp(scores[i] / temperature) for i in order]
-    total, before, kept = sum(weights), 0.0, []
+    total, before = sum(weights), 0.0
+    kept: list[tuple[int, float]] = []
     for index, weight in zip(order, weights, strict=True):
         if kept and before / total >= top_p - 1e-9:
             break
@@ -260,6 +262,25 @@ def test_samples_follow_the_models_probabilities(untrained: Generator) -> None:
     chances[untrained.end_piece] = 0
     shares = torch.bincount(torch.tensor([row[0] for row in found]), minlength=len(chances)) / count
     torch.testing.assert_close(shares, chances / chances.sum(), atol=0.03, rtol=0)
+
+
+def test_samples_are_what_their_own_draws_pick(untrained: Generator) -> None:
+    """Every text again, alone and from its start at each piece; texts end at different places."""
+    sources = ["wave item7 moon", "song"]
+    sampling = Sampling(12, 5, 9, 0.99, 1.5)
+    found = untrained.sample(untrained.tokenize(sources), [3, 4], sampling)
+    lengths = set()
+    for source, seed, texts in zip(sources, [3, 4], found, strict=True):
+        for text, draws in zip(texts, sampling.draws(seed), strict=True):
+            expected: list[int] = []
+            while len(expected) < 5 and expected[-1:] != [untrained.end_piece]:
+                scores = naive_probabilities(untrained, source, [untrained.start_piece, *expected]).log()
+                if not expected:
+                    scores[untrained.end_piece] = -math.inf
+                expected.append(int(sampling.pick(scores[None], draws[None, len(expected)])))
+            assert text == [piece for piece in expected if piece != untrained.end_piece]
+            lengths.add(len(text))
+    assert len(lengths) > 2
 
 
 def test_a_sample_does_not_depend_on_its_neighbours(untrained: Generator) -> None:
@@ -337,6 +358,15 @@ def test_word_vectors_are_trained_only_where_asked(encoder: Path, tmp_path: Path
     generator = Generator.train(PAIRS, encoder=encoder, out=tmp_path, settings=settings)
     before = TextEncoder.load(encoder).model.get_input_embeddings().weight
     assert torch.equal(before, generator.encoder.model.get_input_embeddings().weight) == freeze
+
+
+def test_an_encoder_without_a_rate_stays_as_it_is(encoder: Path, tmp_path: Path) -> None:
+    for rate in (0.0, 1e-3):
+        settings = dataclasses.replace(TINY, epochs=1, encoder_lr=rate)
+        generator = Generator.train(PAIRS, encoder=encoder, out=tmp_path / str(rate), settings=settings)
+        before, after = TextEncoder.load(encoder).model, generator.encoder.model
+        same = [torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)]
+        assert all(same) == (rate == 0)
 
 
 KILLED = """
@@ -435,6 +465,13 @@ def test_mistakes_are_said(encoder: Path, tmp_path: Path) -> None:
         Generator.train([], encoder=encoder, out=tmp_path)
     with pytest.raises(MissingModelError, match="no generator could be read"):
         Generator.load(tmp_path)
-    for wrong in ({"pieces": "some"}, {"decoder_layers": 0}, {"max_target": 1}, {"epochs": 0}, {"dropout": 1.0}):
+    mistakes: list[dict[str, Any]] = [
+        {"pieces": "some"},
+        {"decoder_layers": 0},
+        {"max_target": 1},
+        {"epochs": 0},
+        {"dropout": 1.0},
+    ]
+    for wrong in mistakes:
         with pytest.raises(ConfigError):
-            GeneratorConfig(**wrong)  # type: ignore[arg-type]
+            GeneratorConfig(**wrong)

@@ -37,7 +37,7 @@ def test_both_forms_give_the_same_data(tmp_path: Path) -> None:
     assert corpus(folders["original"])[0] == {
         "_id": "0",
         "title": "Wind",
-        "text": "It blows . Hard . Español",
+        "text": "It blows . Hard . box Español",
         "abstract": "It blows .",
         "url": "https://en.wikipedia.org//w/index.php?title=Wind&oldid=-1",
     }

@@ -138,6 +138,47 @@ def test_seeds_and_settings_are_heard(folder: Path, tmp_path: Path) -> None:
     assert {len(queries) for queries in run(per_document=7).values()} >= {7}
 
 
+class Spy:
+    """A generator that says its seed, and remembers how it was asked."""
+
+    fingerprint = "spy"
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.batches: list[list[int]] = []
+
+    def tokenize(self, texts: Any, max_length: int | None = None) -> list[list[int]]:
+        return [list(range(min(len(text), max_length or 99))) for text in texts]
+
+    def sample(self, rows: Any, seeds: Any, sampling: Sampling) -> list[list[list[int]]]:
+        self.batches.append([len(row) for row in rows])
+        return [[[seed % 1000]] for seed in seeds]
+
+    def decode(self, rows: Any) -> list[str]:
+        return [str(row[0]) for row in rows]
+
+
+@pytest.mark.parametrize(("device", "sizes"), [("cpu", [1] * 7), ("cuda:0", [3, 3, 1])])
+def test_a_gpu_takes_batches_and_a_cpu_one_document_at_a_time(tmp_path: Path, device: str, sizes: list[int]) -> None:
+    """Alone, no bit of a document's numbers depends on its neighbours."""
+    documents = [Document(f"d{n}", "x" * n) for n in (5, 90, 20, 1, 33, 8, 70)]
+    spy = Spy(device)
+    config = dataclasses.replace(CONFIG, shard_size=7)
+    found = queries_of(generate_queries(documents, generator=spy, out=tmp_path, settings=config))
+    assert found == {document.doc_id: [str(document_seed(document.doc_id, 0) % 1000)] for document in documents}
+    assert [len(batch) for batch in spy.batches] == sizes
+    lengths = [length for batch in spy.batches for length in batch]
+    assert sorted(lengths) == [1, 5, 8, 20, 33, 48, 48]  # max_source is heard
+    assert device == "cpu" or lengths == sorted(lengths, reverse=True)
+
+
+def test_another_generator_is_other_work(own: Path, t5: Path, tmp_path: Path) -> None:
+    documents = make_documents(6)
+    fresh = generate_queries(documents, generator=t5, out=tmp_path / "fresh", settings=CONFIG).read_bytes()
+    generate_queries(documents, generator=own, out=tmp_path / "used", settings=CONFIG)
+    assert generate_queries(documents, generator=t5, out=tmp_path / "used", settings=CONFIG).read_bytes() == fresh
+
+
 def test_seeds_are_stable_and_differ() -> None:
     assert document_seed("d1", 0) == 5467502032523253681
     assert document_seed("d1", 0) != document_seed("d1", 1)
@@ -205,10 +246,13 @@ def test_a_rerun_loads_no_model_and_a_changed_document_redoes_its_shard(
     documents = make_documents(15)
     first = generate_queries(documents, generator=own, out=tmp_path, settings=CONFIG).read_bytes()
     loaded: list[Path] = []
-    load = Generator.load.__func__  # type: ignore[attr-defined]
-    monkeypatch.setattr(
-        Generator, "load", classmethod(lambda cls, f, *, device: (loaded.append(f), load(cls, f, device=device))[1])
-    )
+    load = Generator.load
+
+    def counted(folder: Path, *, device: str) -> Generator:
+        loaded.append(folder)
+        return load(folder, device=device)
+
+    monkeypatch.setattr(Generator, "load", counted)
     assert generate_queries(documents, generator=own, out=tmp_path, settings=CONFIG).read_bytes() == first
     other_batches = dataclasses.replace(CONFIG, batch_size=1)
     assert generate_queries(documents, generator=own, out=tmp_path, settings=other_batches).read_bytes() == first
@@ -265,18 +309,30 @@ def test_samples_of_a_hugging_face_model_follow_its_probabilities(t5: Path) -> N
     assert set(shares.nonzero().flatten().tolist()) <= set(best.indices.tolist())
 
 
-def test_hugging_face_samples_are_scored_as_their_model_scores_them(t5: Path) -> None:
-    """Greedy sampling against the model asked for every prefix anew; two sources of different length in one batch."""
+def test_hugging_face_samples_are_what_their_own_draws_pick(t5: Path) -> None:
+    """Every text again, the model asked for each prefix anew; two sources of different length in one batch."""
     generator = HuggingFaceGenerator.load(t5)
     rows = generator.tokenize(["wave moon pear", "the item3"])
-    found = generator.sample(rows, [0, 1], Sampling(2, 6, 1, 1.0, 1.0))
-    for row, texts in zip(rows, found, strict=True):
-        prefix = [0]
-        while len(prefix) < 7 and prefix[-1] != 3:
-            prefix.append(int(next_scores(generator, row, prefix).argmax()))
-        for text in texts:
+    sampling = Sampling(6, 5, 20, 0.9, 1.2)
+    found = generator.sample(rows, [0, 1], sampling)
+    for row, seed, texts in zip(rows, [0, 1], found, strict=True):
+        for text, draws in zip(texts, sampling.draws(seed), strict=True):
+            prefix = [0]
+            while len(prefix) < 6 and prefix[-1] != 3:
+                scores = next_scores(generator, row, prefix)
+                prefix.append(int(sampling.pick(scores[None], draws[None, len(prefix) - 1])))
             assert text[: len(prefix) - 1] == prefix[1:]
             assert set(text[len(prefix) - 1 :]) <= {0}
+
+
+def test_hugging_face_samples_are_not_empty(t5: Path) -> None:
+    generator = HuggingFaceGenerator.load(t5)
+    with torch.no_grad():
+        generator.model.lm_head.weight[3] = generator.model.lm_head.weight[4:].mean(0)  # an end likelier than most
+        generator.model.lm_head.weight[4:].mul_(0.01)
+    (found,) = generator.sample(generator.tokenize(["wave"]), [0], Sampling(400, 4, 0, 1.0, 1.0))
+    assert all(text[0] not in (0, 3) for text in found)
+    assert any(3 in text for text in found)
 
 
 PAIRS = [(" ".join(TOPICS[topic][:4]), " ".join([topic, TOPICS[topic][6]])) for topic in TOPICS]
@@ -397,9 +453,13 @@ def test_source_pairs_leave_unknown_documents_out() -> None:
 
 
 def test_mistakes_are_said(tmp_path: Path, own: Path) -> None:
-    for field, value in [("per_document", 0), ("max_source", 0), ("max_target", 0), ("batch_size", 0), ("top_k", -1),
-                         ("shard_size", 0), ("top_p", 0.0), ("top_p", 1.1), ("temperature", 0.0),
-                         ("temperature", math.nan)]:  # fmt: skip
+    mistakes: dict[str, list[Any]] = {
+        **{name: [0] for name in ("per_document", "max_source", "max_target", "batch_size", "shard_size")},
+        "top_k": [-1],
+        "top_p": [0.0, 1.1],
+        "temperature": [0.0, math.nan],
+    }
+    for field, value in [(field, value) for field, values in mistakes.items() for value in values]:
         with pytest.raises(ConfigError, match=f"--querygen.{field}"):
             QueryGenConfig(**{field: value})
     with pytest.raises(DataError, match="no documents"):

@@ -209,6 +209,40 @@ def test_a_seed_decides(lesson: tuple[list[Document], list[tuple[str, str]]], en
     assert not torch.equal(weights[0]["classifier.weight"], weights[2]["classifier.weight"])
 
 
+def test_every_step_is_adam_on_its_own_batch(
+    lesson: tuple[list[Document], list[tuple[str, str]]], encoder: Path, tmp_path: Path
+) -> None:
+    documents, pairs = lesson
+    chosen = with_encoder(encoder, epochs=2, batch_size=2, negatives=2)
+    base = Fixed([document.doc_id for document in documents])
+    trained = Rerank.train(documents, pairs, base=base, out=tmp_path, settings=chosen).model.model.state_dict()
+
+    torch.manual_seed(chosen.seed)
+    model = CrossEncoder.load(encoder, max_length=48, precision="fp32", fresh=True)
+    groups = Rerank(documents, base, model, settings=chosen)._groups(pairs)
+    rng = np.random.default_rng(chosen.seed)
+    optimiser = torch.optim.AdamW(model.model.parameters(), lr=0.0, weight_decay=0.01)
+    model.model.train()
+    for step in range(6):  # the first step is the warm-up, then the rate falls from its peak to 0
+        if step % 3 == 0:
+            order = rng.permutation(6)
+        optimiser.param_groups[0]["lr"] = chosen.lr * (6 - step) / 5 if step else chosen.lr
+        losses = []
+        batch = [list(groups[i].draw(2, rng)) for i in order[2 * (step % 3) :][:2]]
+        for logits in model.logits([pair for group in batch for pair in group]).view(2, 3):
+            losses.append(torch.logsumexp(logits, 0) - logits[0])
+        weights = list(model.model.parameters())
+        slopes = torch.autograd.grad(torch.stack(losses).mean(), weights, allow_unused=True)
+        length = torch.sqrt(sum((slope**2).sum() for slope in slopes if slope is not None))  # type: ignore[arg-type]
+        for weight, slope in zip(weights, slopes, strict=True):
+            weight.grad = None if slope is None else slope * min(1.0, 1 / float(length))
+        optimiser.step()
+    for name, value in model.model.state_dict().items():
+        if name.endswith(("key.bias", "classifier.bias")):  # no slope but rounding, which Adam makes large
+            continue
+        torch.testing.assert_close(trained[name], value, atol=1e-4, rtol=1e-3)
+
+
 def test_wrong_documents_come_from_the_searcher_and_are_never_right(encoder: Path) -> None:
     documents = tiny.make_documents(10)
     base = Fixed(["d3", "d1", "d4", "d5", "d9"])

@@ -444,7 +444,8 @@ class TestTargets:
         documents = make_documents(6)
         queries = make_queries(documents, seed=1)
         assert self.pairs(documents, queries) == self.pairs(documents, queries)
-        assert self.pairs(documents, queries) != self.pairs(documents, queries, seed=1)
+        for part in ({"unsupervised": 0}, {"spans": 1, "length": 40}):  # of the latter, only parts of documents vary
+            assert self.pairs(documents, queries, **part) != self.pairs(documents, queries, **part, seed=1)
 
     def test_only_what_is_indexed_is_asked_for(self) -> None:
         documents = [Document("a", "apple pear plum cherry")]
@@ -537,6 +538,9 @@ class TestTraining:
         chosen = SealSettings(encoder=str(encoder), length=4, spans=4, epochs=12, batch_size=16, beam=8)
         system = Seal.train(documents, queries, out=tmp_path / "a", settings=chosen)
         asked = [query for query, _ in queries]
+        start = torch.tensor([system._decoder.start_piece])
+        first = system._decoder.step(system._decoder.start(asked[:1]), start)[0]
+        assert torch.isfinite(first[4:]).all()  # every word has a chance, also those in no target
         found = system.search(asked, k=12)
         right = sum(bool(hits) and hits[0].doc_id == doc_id for hits, (_, doc_id) in zip(found, queries, strict=True))
         assert right / len(queries) > 0.5  # by chance 1 in 12; a third of the queries do not name their document

@@ -240,7 +240,7 @@ class Rerank:
             # Below everything that was read, one apart, so that a run file keeps their order.
             lowest = float(scores.min(initial=0.0))
             rest = self._shelf.hits(rows[depth:], (lowest - 1 - np.arange(len(rows[depth:]))).astype(np.float32), k)
-            found.append(read + [hit._replace(rank=hit.rank + len(read)) for hit in rest[: k - len(read)]])
+            found.append(read + [hit._replace(rank=hit.rank + len(read)) for hit in rest])
         return found[0] if isinstance(queries, str) else found
 
     def _row(self, doc_id: str) -> int:

@@ -99,7 +99,8 @@ def write_beir(
     known = dict(expected or {})
     files = [[item.path.name, item.split, item.path.stat().st_size] for item in inputs]
     source = json.loads(json.dumps({"settings": settings, "files": files}))
-    staging = out.absolute().parent / f".{out.name}.partial"
+    target = out.absolute()
+    staging = target.parent / f".{target.name}.partial"
     try:
         report = Report.read(out, source, known)
         if report is None:
@@ -108,8 +109,8 @@ def write_beir(
                 with work:
                     work.run(sum(known.get(split, 0) for split in work.splits), hide_bars(progress))
                 report = Report(folder=out, **work.finish(source), expected=known)
-                os.rename(staging / "data", out)
-                DISK.sync(out.absolute().parent)
+                os.rename(staging / "data", target)
+                DISK.sync(target.parent)
         shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
         reason = f"{error.strerror or error}; what is done so far is kept, run it again to go on"
