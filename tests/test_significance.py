@@ -120,6 +120,17 @@ def test_equal_systems_and_one_query_are_never_significant() -> None:
     assert randomisation_test({"q": 1.0}, {"q": 0.0}) == 1.0
 
 
+def test_queries_without_a_difference_leave_the_test_exact() -> None:
+    a = named([1.0] * 6 + [0.0] * 500)
+    assert randomisation_test(a, zeros(a)) == 2 / 2**6
+
+
+def test_no_p_value_is_smaller_than_the_samples_allow() -> None:
+    a = named(np.random.default_rng(8).normal(9, 1, 40))
+    assert randomisation_test(a, zeros(a), samples=99) == 1 / 100
+    assert paired_bootstrap(a, zeros(a), samples=99).p_value == 1 / 100
+
+
 def test_false_alarms_are_as_rare_as_promised() -> None:
     rng = np.random.default_rng(5)
     alarms = {"bootstrap": 0, "randomisation": 0}
