@@ -387,6 +387,7 @@ Generator.train(t.PAIRS, encoder=Path(sys.argv[1]), out=Path(sys.argv[2]), setti
 """
 
 
+@pytest.mark.slow
 def test_a_killed_training_ends_with_the_same_weights(encoder: Path, tmp_path: Path) -> None:
     settings = dataclasses.replace(TINY, epochs=10, dropout=0.1)
     whole = Generator.train(PAIRS, encoder=encoder, out=tmp_path / "whole", settings=settings)

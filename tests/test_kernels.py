@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from tiny import python
 
 
+@pytest.mark.slow
 def test_kernels_equal_plain_pytorch() -> None:
     """One process for all checks: starting it takes longer than most of them. Without Triton this fails."""
     checks = Path(__file__).with_name("kernel_checks.py")

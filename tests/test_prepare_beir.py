@@ -237,6 +237,7 @@ def test_a_split_without_questions_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
     words = " ".join(f"word{number}" for number in range(40_000))  # a page of 370 kB
     rows = (simplified(number, f"Page {number}", words) for number in range(40))

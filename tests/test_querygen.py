@@ -207,6 +207,7 @@ t.generate_queries(make_documents(20), generator=sys.argv[1], out=Path(sys.argv[
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_at_its_shard(own: Path, tmp_path: Path) -> None:
     documents = make_documents(20)
     whole = generate_queries(documents, generator=own, out=tmp_path / "whole", settings=CONFIG)

@@ -532,6 +532,7 @@ class TestSearch:
 
 
 class TestTraining:
+    @pytest.mark.slow
     def test_small_model_from_an_encoder(self, encoder: Path, tmp_path: Path) -> None:
         documents = make_documents(12)
         queries = make_queries(documents, seed=2, each=2)
@@ -553,6 +554,7 @@ class TestTraining:
         again = Seal.train(documents, queries, out=tmp_path / "a", settings=chosen)
         assert again.search(asked, k=12) == found
 
+    @pytest.mark.slow
     def test_a_model_by_folder(self, t5: Path, tmp_path: Path) -> None:
         documents = make_documents(6)
         queries = make_queries(documents, seed=2, each=2)
