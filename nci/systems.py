@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nci.assembly import load_embedder
-from nci.baselines import Searcher
+from nci.baselines import Baseline, Searcher
 from nci.baselines.bm25 import BM25
 from nci.baselines.dense import Dense
 from nci.config import Config, CorpusConfig, content_key
@@ -31,7 +31,7 @@ from nci.corpus import Dataset, fingerprint
 from nci.encoders import TextEncoder
 from nci.errors import ConfigError
 from nci.index import Index, build, search_many
-from nci.records import Document
+from nci.records import Document, Hit
 from nci.runtime import check_device
 
 Pairs = list[tuple[str, str]]
@@ -131,16 +131,14 @@ class Workbench:
         return build(self.dataset.folder, out, Config.from_dict(values), generated=generated, device=self.device)
 
 
-class Several:
+class Several(Baseline):
     """Several indexes as one system, merged by rank."""
 
     def __init__(self, indexes: Sequence[Index]) -> None:
         self._indexes = indexes
 
-    def search(self, queries: Any, k: int = 10) -> Any:
-        one = isinstance(queries, str)
-        found: list[Any] = list(search_many(self._indexes, [queries] if one else list(queries), k, method="paper"))
-        return found[0] if one else found
+    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+        return list(search_many(self._indexes, texts, k, method="paper"))
 
 
 def parts_of(names: str) -> list[str]:

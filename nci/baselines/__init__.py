@@ -6,6 +6,7 @@ hits. Knows nothing of models or files.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol, overload
@@ -24,6 +25,29 @@ class Searcher(Protocol):
     def search(self, queries: str, k: int = 10) -> list[Hit]: ...
     @overload
     def search(self, queries: list[str], k: int = 10) -> list[list[Hit]]: ...
+
+
+class Baseline(ABC):
+    """A searcher that answers texts in batches; one query alone is a batch of one."""
+
+    queries_at_once = 256
+
+    @overload
+    def search(self, queries: str, k: int = 10) -> list[Hit]: ...
+    @overload
+    def search(self, queries: list[str], k: int = 10) -> list[list[Hit]]: ...
+    def search(self, queries: str | list[str], k: int = 10) -> list[Hit] | list[list[Hit]]:
+        """The best k documents for one query, or for each of a list of queries; fewer where fewer are found."""
+        check_k(k)
+        asked = [queries] if isinstance(queries, str) else list(queries)
+        found: list[list[Hit]] = []
+        for start in range(0, len(asked), self.queries_at_once):
+            found += self._answer(asked[start : start + self.queries_at_once], k)
+        return found[0] if isinstance(queries, str) else found
+
+    @abstractmethod
+    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+        """The best k documents of each text."""
 
 
 class Shelf:

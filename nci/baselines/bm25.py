@@ -7,11 +7,11 @@ are no hits, as in Lucene.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Self, overload
+from typing import Literal, Self
 
 import numpy as np
 
-from nci.baselines import Shelf, check_k
+from nci.baselines import Baseline, Shelf
 from nci.baselines.okapi import okapi_scores
 from nci.lexical import LexicalScores
 from nci.records import Document, Hit
@@ -20,7 +20,7 @@ Extra = Mapping[str, Sequence[str]]
 """Queries known to ask for a document, by doc_id: training queries or generated ones."""
 
 
-class BM25:
+class BM25(Baseline):
     """Lexical search over title and text.
 
     Args:
@@ -73,16 +73,8 @@ class BM25:
         """Size of the postings in memory."""
         return sum(array.nbytes for array in self._lexical.postings)
 
-    @overload
-    def search(self, queries: str, k: int = 10) -> list[Hit]: ...
-    @overload
-    def search(self, queries: list[str], k: int = 10) -> list[list[Hit]]: ...
-    def search(self, queries: str | list[str], k: int = 10) -> list[Hit] | list[list[Hit]]:
-        """The best k documents for one query, or for each of a list of queries."""
-        check_k(k)
-        if isinstance(queries, str):
-            return self._search_one(queries, k)
-        return [self._search_one(query, k) for query in queries]
+    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+        return [self._search_one(text, k) for text in texts]
 
     def _search_one(self, query: str, k: int) -> list[Hit]:
         scores = self._lexical.scores([query])[0]  # (documents,)

@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from nci.baselines import Shelf, check_k
+from nci.baselines import Baseline, Shelf
 from nci.errors import ConfigError, DataError
 from nci.records import Document, Hit
 
 if TYPE_CHECKING:
     from nci.encoders import TextEncoder
-
-QUERIES_AT_ONCE = 256
 
 
 class Encoder(Protocol):
@@ -83,7 +81,7 @@ class QueryEncoder:
         return self._encoder.encode(texts, role="query", batch_size=batch_size)
 
 
-class Dense:
+class Dense(Baseline):
     """Exact search over one vector per document.
 
     Args:
@@ -146,20 +144,9 @@ class Dense:
         """Size of the vectors in memory."""
         return self._vectors.nbytes
 
-    @overload
-    def search(self, queries: str, k: int = 10) -> list[Hit]: ...
-    @overload
-    def search(self, queries: list[str], k: int = 10) -> list[list[Hit]]: ...
-    def search(self, queries: str | list[str], k: int = 10) -> list[Hit] | list[list[Hit]]:
-        """The best k documents for one query, or for each of a list of queries."""
-        check_k(k)
-        asked = [queries] if isinstance(queries, str) else queries
-        found: list[list[Hit]] = []
-        for start in range(0, len(asked), QUERIES_AT_ONCE):
-            texts = asked[start : start + QUERIES_AT_ONCE]
-            vectors = self._ready(self._encoder.encode(texts, batch_size=self._batch_size))
-            found += [self._shelf.hits(rows, scores, k) for rows, scores in self._nearest(vectors, k)]
-        return found[0] if isinstance(queries, str) else found
+    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+        vectors = self._ready(self._encoder.encode(texts, batch_size=self._batch_size))
+        return [self._shelf.hits(rows, scores, k) for rows, scores in self._nearest(vectors, k)]
 
     def _ready(self, vectors: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         ready = np.ascontiguousarray(vectors, np.float32)

@@ -13,12 +13,11 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 import torch
 
-from nci.baselines import Shelf, check_k
+from nci.baselines import Baseline, Shelf
 from nci.baselines.dual_data import DualSettings, Passages, Rows, tokenize_queries
 from nci.baselines.dual_training import embed_all, train_encoder, weights_digest
 from nci.encoders import ForeignEncoder, TextEncoder
@@ -27,10 +26,9 @@ from nci.records import Document, Hit
 from nci.runtime import check_device, quiet
 
 FORMAT = 1
-QUERIES_AT_ONCE = 256
 
 
-class DualEncoder:
+class DualEncoder(Baseline):
     """Exact search with a trained encoder; made by `train` or `load`.
 
     Args:
@@ -112,23 +110,12 @@ class DualEncoder:
         encoder = TextEncoder.load(folder / "encoder", max_length=settings.max_length, device=device)
         return cls(documents, encoder, torch.from_numpy(vectors).to(device).float(), starts, settings)
 
-    @overload
-    def search(self, queries: str, k: int = 10) -> list[Hit]: ...
-    @overload
-    def search(self, queries: list[str], k: int = 10) -> list[list[Hit]]: ...
-    def search(self, queries: str | list[str], k: int = 10) -> list[Hit] | list[list[Hit]]:
-        """The best k documents for one query, or for each of a list of queries."""
-        check_k(k)
-        asked = [queries] if isinstance(queries, str) else queries
+    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+        vectors = embed_all(self.encoder, tokenize_queries(texts, self.encoder, self.settings), self.settings)
+        scores = (vectors @ self._vectors.T).cpu().numpy()  # (queries, passages)
+        best = np.maximum.reduceat(scores, self._starts[:-1], axis=1)  # (queries, documents)
         every = np.arange(len(self._shelf))
-        found: list[list[Hit]] = []
-        for start in range(0, len(asked), QUERIES_AT_ONCE):
-            tokens = tokenize_queries(asked[start : start + QUERIES_AT_ONCE], self.encoder, self.settings)
-            vectors = embed_all(self.encoder, tokens, self.settings)
-            scores = (vectors @ self._vectors.T).cpu().numpy()  # (queries, passages)
-            best = np.maximum.reduceat(scores, self._starts[:-1], axis=1)  # (queries, documents)
-            found += [self._shelf.hits(every, row, k) for row in best]
-        return found[0] if isinstance(queries, str) else found
+        return [self._shelf.hits(every, row, k) for row in best]
 
 
 def _identity(

@@ -7,23 +7,22 @@ on: a searcher that has seen them (BM25 over training queries, a trained encoder
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, overload
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from nci.baselines import Searcher, check_k, folder
+from nci.baselines import Baseline, Searcher, folder
 from nci.errors import ConfigError, DataError
 from nci.fuse import merge_hits
 from nci.records import Hit
 
-QUERIES_AT_ONCE = 256
 
-
-class _Fusion:
+class _Fusion(Baseline):
     """Searchers by name, each asked for its best `depth`."""
 
     def __init__(self, searchers: Mapping[str, Searcher], *, depth: int, name: str) -> None:
@@ -35,23 +34,13 @@ class _Fusion:
         self._searchers = dict(searchers)
         self._depth = depth
 
-    @overload
-    def search(self, queries: str, k: int = 10) -> list[Hit]: ...
-    @overload
-    def search(self, queries: list[str], k: int = 10) -> list[list[Hit]]: ...
-    def search(self, queries: str | list[str], k: int = 10) -> list[Hit] | list[list[Hit]]:
-        """The best k documents for one query, or for each of a list of queries."""
-        check_k(k)
-        asked = [queries] if isinstance(queries, str) else queries
-        found: list[list[Hit]] = []
-        for start in range(0, len(asked), QUERIES_AT_ONCE):
-            texts = asked[start : start + QUERIES_AT_ONCE]
-            lists = ask(self._searchers, texts, max(k, self._depth))
-            found += [self._fused([lists[each][i] for each in lists], k) for i in range(len(texts))]
-        return found[0] if isinstance(queries, str) else found
+    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+        lists = ask(self._searchers, texts, max(k, self._depth))
+        return [self._fused([lists[each][i] for each in lists], k) for i in range(len(texts))]
 
+    @abstractmethod
     def _fused(self, hit_lists: Sequence[Sequence[Hit]], k: int) -> list[Hit]:
-        raise NotImplementedError
+        """One list out of those of all searchers."""
 
 
 class RankFusion(_Fusion):

@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from nci.baselines import Shelf, check_k, folder
+from nci.baselines import Baseline, Shelf, folder
 from nci.baselines.dense import DenseSettings, Encoder, QueryEncoder, unit
 from nci.errors import ConfigError, DataError, IndexCorruptError
 from nci.records import Document, Hit
-
-QUERIES_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class KnnSettings:
             raise ConfigError("max_length and batch_size of knn are at least 1")
 
 
-class Knn:
+class Knn(Baseline):
     """Search among the documents that training queries asked for, by cosine of the queries.
 
     Args:
@@ -62,6 +60,8 @@ class Knn:
         settings: How the training queries of a document count together.
         name: What hits say they come from.
     """
+
+    queries_at_once = 64  # each is compared with every training query
 
     def __init__(
         self,
@@ -128,21 +128,10 @@ class Knn:
         """Size of the training queries' vectors in memory."""
         return self._vectors.nbytes
 
-    @overload
-    def search(self, queries: str, k: int = 10) -> list[Hit]: ...
-    @overload
-    def search(self, queries: list[str], k: int = 10) -> list[list[Hit]]: ...
-    def search(self, queries: str | list[str], k: int = 10) -> list[Hit] | list[list[Hit]]:
-        """The best k documents with training queries for one query, or for each of a list of queries."""
-        check_k(k)
-        asked = [queries] if isinstance(queries, str) else queries
-        found: list[list[Hit]] = []
-        for start in range(0, len(asked), QUERIES_AT_ONCE):
-            texts = asked[start : start + QUERIES_AT_ONCE]
-            vectors = self._encoder.encode(texts, batch_size=self._settings.batch_size)
-            scores = self._scores(unit(np.ascontiguousarray(vectors, np.float32)))
-            found += [self._shelf.hits(self._rows, row, k) for row in scores]
-        return found[0] if isinstance(queries, str) else found
+    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+        vectors = self._encoder.encode(texts, batch_size=self._settings.batch_size)
+        scores = self._scores(unit(np.ascontiguousarray(vectors, np.float32)))
+        return [self._shelf.hits(self._rows, row, k) for row in scores]
 
     def _scores(self, queries: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         similarity = queries @ self._vectors.T  # (queries, pairs)

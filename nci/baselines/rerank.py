@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from nci.baselines import Searcher, Shelf, check_k, folder
+from nci.baselines import Baseline, Searcher, Shelf, folder
 from nci.encoders import fetch_encoder, read_settings
 from nci.errors import ConfigError, DataError, MissingModelError
 from nci.progress import hide_bars
@@ -140,7 +140,7 @@ class CrossEncoder:
         return scores
 
 
-class Rerank:
+class Rerank(Baseline):
     """The best hits of another searcher in the order of a cross-encoder.
 
     Hits beyond the depth that is read keep their places below.
@@ -222,26 +222,19 @@ class Rerank:
         """Size of the model; what the searcher beneath keeps is not in it."""
         return sum(weight.nbytes for weight in self.model.model.parameters())
 
-    @overload
-    def search(self, queries: str, k: int = 10) -> list[Hit]: ...
-    @overload
-    def search(self, queries: list[str], k: int = 10) -> list[list[Hit]]: ...
-    def search(self, queries: str | list[str], k: int = 10) -> list[Hit] | list[list[Hit]]:
-        """The best k documents for one query, or for each of a list of queries."""
-        check_k(k)
-        asked = [queries] if isinstance(queries, str) else queries
+    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
         depth = self._settings.depth
         found: list[list[Hit]] = []
-        for query, hits in zip(asked, self._base.search(list(asked), k=max(k, depth)), strict=True):
+        for query, hits in zip(texts, self._base.search(texts, k=max(k, depth)), strict=True):
             rows = np.array([self._row(hit.doc_id) for hit in hits], np.int64)
-            texts = [(query, self._shelf.documents[row].content) for row in rows[:depth]]
-            scores = self.model.score(texts, batch_size=self._settings.score_batch)
+            read_texts = [(query, self._shelf.documents[row].content) for row in rows[:depth]]
+            scores = self.model.score(read_texts, batch_size=self._settings.score_batch)
             read = self._shelf.hits(rows[:depth], scores, k)
             # Below everything that was read, one apart, so that a run file keeps their order.
             lowest = float(scores.min(initial=0.0))
             rest = self._shelf.hits(rows[depth:], (lowest - 1 - np.arange(len(rows[depth:]))).astype(np.float32), k)
             found.append(read + [hit._replace(rank=hit.rank + len(read)) for hit in rest])
-        return found[0] if isinstance(queries, str) else found
+        return found
 
     def _row(self, doc_id: str) -> int:
         if doc_id not in self._rows:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 from transformers.modeling_outputs import BaseModelOutput
 
-from nci.baselines import Shelf, check_k, folder
+from nci.baselines import Baseline, Shelf, folder
 from nci.baselines.ngrams import Ngram, NgramIndex, score_documents
 from nci.encoders import fetch_encoder, read_settings
 from nci.errors import ConfigError, DataError, MissingModelError
@@ -113,7 +113,7 @@ class Decoder(Protocol):
         """Add a token to each row; log-probabilities of the next, (rows, vocabulary)."""
 
 
-class Seal:
+class Seal(Baseline):
     """Search by the n-grams that a model writes for a query.
 
     Args:
@@ -134,6 +134,7 @@ class Seal:
         index: NgramIndex | None = None,
     ) -> None:
         self.settings = settings or SealSettings()
+        self.queries_at_once = self.settings.queries_at_once
         self._shelf = Shelf(documents, source="seal")
         self._decoder = decoder
         self.index = index or index_documents(self._shelf.documents, tokenizer, self.settings.max_tokens)
@@ -186,26 +187,18 @@ class Seal:
         generator = Generator.load(path / "model", device=device)
         return cls(documents, generator, generator.encoder.tokenizer, settings=settings, index=index)
 
-    @overload
-    def search(self, queries: str, k: int = 10) -> list[Hit]: ...
-    @overload
-    def search(self, queries: list[str], k: int = 10) -> list[list[Hit]]: ...
-    def search(self, queries: str | list[str], k: int = 10) -> list[Hit] | list[list[Hit]]:
-        """The best k documents for one query, or for each of a list of queries; fewer where fewer hold an n-gram."""
-        check_k(k)
-        asked = [queries] if isinstance(queries, str) else queries
+    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
         found = []
-        for start in range(0, len(asked), self.settings.queries_at_once):
-            for ngrams in self.ngrams(asked[start : start + self.settings.queries_at_once]):
-                rows, scores = score_documents(
-                    self.index,
-                    [ngram for ngram in ngrams if ngram.tokens != self._mark],
-                    power=self.settings.power,
-                    repetition=self.settings.repetition,
-                    max_occurrences=self.settings.max_occurrences,
-                )
-                found.append(self._shelf.hits(rows, scores.astype(np.float32), k))
-        return found[0] if isinstance(queries, str) else found
+        for ngrams in self.ngrams(texts):
+            rows, scores = score_documents(
+                self.index,
+                [ngram for ngram in ngrams if ngram.tokens != self._mark],
+                power=self.settings.power,
+                repetition=self.settings.repetition,
+                max_occurrences=self.settings.max_occurrences,
+            )
+            found.append(self._shelf.hits(rows, scores.astype(np.float32), k))
+        return found
 
     def ngrams(self, queries: list[str]) -> list[list[Ngram]]:
         """What the model writes for each query, all of it from the corpus."""
