@@ -21,7 +21,8 @@ from nci.encoders import TextEncoder
 from nci.errors import ConfigError
 from nci.evaluate import evaluate
 from nci.lexical import LexicalScores
-from nci.model import NCIConfig, NCIModel
+from nci.model import NCIModel
+from nci.model_config import NCIConfig
 from nci.records import Query
 from nci.search import Engine
 from nci.search.content import DocumentVectors

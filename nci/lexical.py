@@ -188,6 +188,10 @@ class LexicalScores:
             for words in self.analyser.words(queries)
         ]
 
+    def count_postings(self, words: npt.NDArray[np.integer]) -> int:
+        """How many documents hold each of some words, added up."""
+        return int((self._indptr[words + 1] - self._indptr[words]).sum())
+
     def score_columns(self, queries: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.float32]:
         """BM25 of every document for queries that are given as columns."""
         scores = np.zeros((len(queries), self.documents), np.float32)  # (queries, documents)

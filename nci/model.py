@@ -8,81 +8,25 @@ loads like any other and knows nothing of files beyond that.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast, overload
+from typing import cast, overload
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, T5EncoderModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel, T5EncoderModel
 from transformers.utils import ModelOutput
 
 from nci.encoders import pool_tokens
 from nci.head import Head
 from nci.layers import Stack
 from nci.losses import consistency_loss, path_loss
+from nci.model_config import NCIConfig
 from nci.tables import TreeTables
 from nci.trie import Trie
 
 _CLOSED = -1e4  # the score of what a query may not choose
-
-
-class NCIConfig(PreTrainedConfig):  # type: ignore[misc]
-    """Shape of the network; the switches are explained in `nci.config.ModelConfig`."""
-
-    model_type = "nci"
-
-    def __init__(
-        self,
-        encoder: dict[str, Any] | None = None,
-        pooling: str = "mean",
-        d_model: int = 384,
-        decoder_layers: int = 2,
-        adapter_layers: int = 1,
-        heads: int = 6,
-        d_ff: int = 1536,
-        dropout: float = 0.1,
-        head: str = "additive",
-        head_rank: int = 16,
-        adapter_start: str = "learned",
-        normalise: str = "children",
-        anchor: str = "none",
-        score: str = "dense",
-        kappa: float = 20.0,
-        lexical: float = 10.0,
-        query_vector: str = "trained",
-        content: bool = False,
-        edge_bias: bool = False,
-        positions: int = 1,
-        values: int = 30,
-        nodes: int = 1,
-        d_content: int = 384,
-        alpha: float = 0.0,
-        tau: float = 1.0,
-        **kwargs: Any,
-    ) -> None:
-        given = {k: v for k, v in locals().items() if k not in ("self", "kwargs", "__class__")}
-        for name, value in given.items():
-            setattr(self, name, value)
-        super().__init__(**kwargs)
-
-    @property
-    def end_token(self) -> int:
-        return int(self.positions * self.values)
-
-    @property
-    def start_token(self) -> int:
-        return self.end_token + 1
-
-    @property
-    def vocabulary(self) -> int:
-        """Tokens (position, value), then the end and the start token."""
-        return self.end_token + 2
-
-    @property
-    def foldable(self) -> bool:
-        return bool(self.adapter_start == "learned" and self.normalise == "children")
 
 
 @dataclass
@@ -289,25 +233,30 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
         query_vectors: Tensor | None,
         anchors: Tensor | None,
         closed: Tensor | None = None,
+        positions: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """log p(r_i | q, prefix) along each row's path, the decoder states h_i, and which positions are in use."""
         nodes = self.tables.path_nodes[documents]  # (rows, positions + 1)
-        nodes = nodes[:, : int((nodes >= 0).sum(1).max())]
+        nodes = nodes[:, : 1 + (positions or int((nodes > 0).sum(1).max()))]
         target = nodes[:, 1:]
         real = target >= 0
         prefix = torch.where(real, nodes[:, :-1], 0)  # an ended id goes on at the root, masked later
         tokens = self.tables.token[prefix]
         h = self.decoder(self.embedding(tokens), memories, mask)
         rows = torch.arange(len(nodes), device=h.device)
-        if self.config.adapter_start == "query":
+        alone = self.config.adapter_start == "query" or h.is_cuda  # where counting distinct prefixes would be a wait
+        if alone:
             group, a = rows, self.adapter_states(tokens, query_vectors)
         else:  # documents of one leaf cluster, the deepest and so the largest prefix node, share their adapter states
             _, group = torch.unique(prefix.max(1).values, return_inverse=True)
             a = self.adapter_states(tokens[_first(group)])
         out = []
         for level in range(real.shape[1]):
-            if self.config.adapter_start == "query":
-                distinct, owner, first = prefix[:, level], rows, rows
+            owner: Tensor | None
+            if level == 0 and self.config.adapter_start == "learned":  # all are at the root
+                distinct, owner, first = prefix[:1, 0], torch.zeros_like(rows), rows[:1]
+            elif alone:
+                distinct, owner, first = prefix[:, level], None, rows
             else:
                 distinct, owner = torch.unique(prefix[:, level], return_inverse=True)
                 first = _first(owner)
@@ -330,6 +279,7 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
         lexical: Tensor | None = None,
         weights: Tensor | None = None,
         closed: Tensor | None = None,
+        positions: int | None = None,
     ) -> NCIOutput:
         """Loss of a batch of (query, document) pairs: -log p(d | q) + alpha x consistency.
 
@@ -339,6 +289,7 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
             lexical: (rows, documents) normalised lexical scores in leaf order.
             weights: (rows,) weight of each pair.
             closed: (rows,) real queries, for which documents without any query are no negatives.
+            positions: Digits of the longest of the documents' ids; looked up when not given.
         """
         assert attention_mask is not None and documents is not None
         rows = len(documents)
@@ -358,7 +309,9 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
             own_vectors = _repeat(pooled, again)
         seen = attention_mask.repeat(again, 1)[:, None, None, :].bool()
         targets = documents.repeat(again)
-        log_probs, h, real = self.path_log_probs(memories, seen, targets, own_vectors, anchors, _repeat(closed, again))
+        log_probs, h, real = self.path_log_probs(
+            memories, seen, targets, own_vectors, anchors, _repeat(closed, again), positions
+        )
         weights = _repeat(weights, again)
         loss = fit = path_loss(log_probs, real, weights)
         consistency = None

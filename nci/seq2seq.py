@@ -18,17 +18,16 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainingArguments
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.trainer_callback import PrinterCallback
 
 from nci.config import PairsConfig, TrainConfig, content_key
 from nci.embed import fingerprint
 from nci.encoders import fetch_encoder
 from nci.errors import DataError, MissingModelError
 from nci.pairs import plan_batches
-from nci.runtime import quiet, uses_bf16
-from nci.train import Curve, PlanTrainer, last_checkpoint
+from nci.runtime import quiet
+from nci.train import Curve, PlanTrainer, last_checkpoint, plan_arguments
 
 IGNORED = -100
 """A label that no loss counts; transformers uses the same number."""
@@ -151,27 +150,8 @@ def fit(model: nn.Module, batches: Batches, rates: TrainConfig, *, out: Path, ke
         out.mkdir(parents=True)
         (out / "KEY").write_text(key)
     steps = len(batches)
-    arguments = TrainingArguments(
-        output_dir=str(out),
-        max_steps=steps,
-        per_device_train_batch_size=1,  # one item is one batch
-        lr_scheduler_type="linear",
-        warmup_steps=round(rates.warmup * steps),
-        max_grad_norm=rates.max_grad_norm,
-        bf16=uses_bf16(rates.precision, device),
-        use_cpu=device == "cpu",
-        seed=rates.seed,
-        logging_steps=max(1, steps // 50),
-        save_strategy="no",
-        save_total_limit=2,
-        remove_unused_columns=False,
-        dataloader_pin_memory=device.startswith("cuda"),
-        disable_tqdm=True,
-        report_to=[],
-    )
-    arguments._n_gpu = 1  # several GPUs in one process would each want an item
-    trainer = PlanTrainer(model=model, args=arguments, train_dataset=batches, data_collator=_only, rates=rates)
-    trainer.remove_callback(PrinterCallback)
+    arguments = plan_arguments(rates, out, steps, device)
+    trainer = PlanTrainer(model=model, args=arguments, train_dataset=batches, rates=rates)
     resume = last_checkpoint(out)
     trainer.add_callback(Curve(trainer, out, rates, steps, None, resumed=resume))
     with quiet():
@@ -189,11 +169,6 @@ def finish(out: Path, key: str) -> None:
     (out / "COMPLETE").write_text(key)
     for path in [*(out / "training").glob("checkpoint-*")]:
         shutil.rmtree(path)
-
-
-def _only(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    (item,) = items
-    return item
 
 
 def _read(path: Path) -> str | None:

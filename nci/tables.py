@@ -13,7 +13,7 @@ from nci.anchors import TreeSum, node_means, node_sizes
 from nci.trie import Trie
 
 if TYPE_CHECKING:
-    from nci.model import NCIConfig
+    from nci.model_config import NCIConfig
 
 
 class TreeTables(nn.Module):

@@ -22,15 +22,17 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_model
 from torch import Tensor, nn
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import SequentialSampler
 from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from nci.batches import EncoderStates, PlanDataset
 from nci.config import TrainConfig
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
-from nci.pairs import SOURCES, BatchPlan
+from nci.pairs import BatchPlan
+from nci.postings import Postings
 from nci.progress import hide_bars
 from nci.runtime import quiet, uses_bf16
 
@@ -71,39 +73,24 @@ def train(
     states = EncoderStates.build(model, plan, out / "states") if config.freeze_encoder else None
     world = int(os.environ.get("WORLD_SIZE", "1"))
     steps = max(1, len(plan) // (config.accumulation * world))
-    arguments = TrainingArguments(
-        output_dir=str(out),
-        max_steps=steps,
-        per_device_train_batch_size=1,  # one item of the plan is one batch
-        gradient_accumulation_steps=config.accumulation,
-        lr_scheduler_type=_SCHEDULES[config.schedule],
-        warmup_steps=round(config.warmup * steps),
-        learning_rate=config.decoder_lr,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-        bf16=uses_bf16(config.precision, device),
-        use_cpu=device == "cpu",
-        seed=config.seed,
-        logging_steps=max(1, steps // 50),
-        save_strategy="no",
-        save_total_limit=2,
-        remove_unused_columns=False,
-        dataloader_num_workers=0,
-        dataloader_pin_memory=device.startswith("cuda"),
-        disable_tqdm=True,  # its own bar prints raw logs; Curve draws ours
-        report_to=["tensorboard"] if config.tensorboard else [],
-        ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,
-        average_tokens_across_devices=False,
-    )
-    arguments._n_gpu = (
-        1  # several GPUs in one process would each want an item of the plan; torchrun gives them one each
-    )
+    arguments = plan_arguments(config, out, steps, device, tensorboard=config.tensorboard)
+    on_gpu = device.startswith("cuda")
     dataset = PlanDataset(
-        plan, leaf_of_document, pad=model.config.encoder.get("pad_token_id") or 0, lexical=lexical, states=states
+        plan,
+        leaf_of_document,
+        pad=model.config.encoder.get("pad_token_id") or 0,
+        depths=model.tables.trie.depth[model.tables.trie.leaves],
+        lexical=lexical,
+        words_only=on_gpu,
+        states=states,
     )
-    trainer = PlanTrainer(model=model, args=arguments, train_dataset=dataset, data_collator=_only, rates=config)
-    trainer.remove_callback(PrinterCallback)
+    trainer = PlanTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=dataset,
+        rates=config,
+        postings=Postings(lexical, device) if lexical is not None and on_gpu else None,
+    )
     resume = last_checkpoint(out)
     if resume is not None:
         log.info("%-10s going on at step %s of %d", "train", resume.name.split("-")[1], steps)
@@ -119,6 +106,41 @@ def train(
     _restore_best(model, out)
 
 
+def plan_arguments(
+    rates: TrainConfig, out: Path, steps: int, device: str, *, tensorboard: bool = False
+) -> TrainingArguments:
+    """Arguments of a Trainer whose items are whole batches."""
+    arguments = TrainingArguments(
+        output_dir=str(out),
+        max_steps=steps,
+        per_device_train_batch_size=1,  # one item of the plan is one batch
+        gradient_accumulation_steps=rates.accumulation,
+        lr_scheduler_type=_SCHEDULES[rates.schedule],
+        warmup_steps=round(rates.warmup * steps),
+        learning_rate=rates.decoder_lr,
+        weight_decay=rates.weight_decay,
+        max_grad_norm=rates.max_grad_norm,
+        bf16=uses_bf16(rates.precision, device),
+        use_cpu=device == "cpu",
+        seed=rates.seed,
+        logging_steps=max(1, steps // 50),
+        logging_nan_inf_filter=False,  # it would wait for the device in every step
+        save_strategy="no",
+        save_total_limit=2,
+        remove_unused_columns=False,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=device.startswith("cuda"),
+        disable_tqdm=True,  # its own bar prints raw logs; Curve draws ours
+        report_to=["tensorboard"] if tensorboard else [],
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
+        average_tokens_across_devices=False,
+    )
+    # several GPUs in one process would each want an item of the plan; torchrun gives them one each
+    arguments._n_gpu = 1
+    return arguments
+
+
 def last_checkpoint(out: Path) -> Path | None:
     """The newest checkpoint whose marker was written; what is left of a torn one is removed."""
     found = sorted(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
@@ -130,112 +152,33 @@ def last_checkpoint(out: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
-class EncoderStates:
-    """Outputs of a frozen encoder for every pair of a plan, computed once, read by slices."""
-
-    def __init__(self, folder: Path) -> None:
-        self.states = np.load(folder / "states.npy", mmap_mode="r")  # (tokens of all pairs, width) f16
-        self.vectors = np.load(folder / "vectors.npy", mmap_mode="r")  # (pairs, width) f32
-
-    @classmethod
-    @torch.no_grad()
-    def build(cls, model: NCIModel, plan: BatchPlan, folder: Path, *, tokens_per_batch: int = 4096) -> EncoderStates:
-        if (folder / "COMPLETE").exists():
-            return cls(folder)
-        if int(os.environ.get("RANK", "0")) != 0:
-            while not (folder / "COMPLETE").exists():
-                time.sleep(0.2)
-            return cls(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        model.eval()
-        width = int(cast(Any, model.encoder).config.hidden_size)
-        states = np.lib.format.open_memmap(
-            folder / "states.npy", mode="w+", dtype=np.float16, shape=(int(plan.starts[-1]), width)
-        )
-        vectors = np.lib.format.open_memmap(
-            folder / "vectors.npy", mode="w+", dtype=np.float32, shape=(len(plan.lengths), width)
-        )
-        order = np.argsort(plan.lengths, kind="stable")
-        with tqdm(desc="encode queries", total=len(order), unit="query", disable=hide_bars()) as bar:
-            start = 0
-            while start < len(order):
-                size = max(1, tokens_per_batch // int(plan.lengths[order[min(len(order), start + 64) - 1]]))
-                pairs = order[start : start + size]
-                ids, mask = _padded([plan.pair_tokens(p) for p in pairs], model.config.encoder.get("pad_token_id") or 0)
-                hidden, pooled = model.encode(ids.to(model.device), mask.to(model.device))
-                for row, pair in enumerate(pairs):
-                    span = slice(plan.starts[pair], plan.starts[pair + 1])
-                    states[span] = hidden[row, : int(plan.lengths[pair])].cpu().half().numpy()
-                vectors[pairs] = pooled.cpu().numpy()
-                start += size
-                bar.update(len(pairs))
-        states.flush()
-        vectors.flush()
-        (folder / "COMPLETE").touch()
-        return cls(folder)
-
-
-class PlanDataset(Dataset[dict[str, Tensor]]):
-    """Item i is batch i of the plan, as the arguments of the model's forward."""
-
-    def __init__(
-        self,
-        plan: BatchPlan,
-        leaf_of_document: NDArray[np.integer],
-        *,
-        pad: int,
-        lexical: LexicalScores | None,
-        states: EncoderStates | None,
-    ) -> None:
-        self.plan, self.leaf_of_document, self.pad = plan, leaf_of_document, pad
-        self.lexical, self.states = lexical, states
-
-    def __len__(self) -> int:
-        return len(self.plan)
-
-    def __getitem__(self, item: int) -> dict[str, Tensor]:
-        plan, pairs = self.plan, self.plan.rows(item)
-        batch = {"documents": torch.as_tensor(self.leaf_of_document[plan.documents[pairs]]).long()}
-        ids, batch["attention_mask"] = _padded([plan.pair_tokens(p) for p in pairs], self.pad)
-        batch["closed"] = torch.as_tensor(np.asarray(plan.sources[pairs]) == SOURCES.index("real"))
-        if self.states is None:
-            batch["input_ids"] = ids
-        else:
-            hidden = torch.zeros(*ids.shape, self.states.states.shape[1])
-            for row, pair in enumerate(pairs):
-                span = slice(plan.starts[pair], plan.starts[pair + 1])
-                hidden[row, : int(plan.lengths[pair])] = torch.as_tensor(np.array(self.states.states[span])).float()
-            batch["encoder_states"] = hidden
-            batch["query_vectors"] = torch.as_tensor(np.array(self.states.vectors[pairs]))
-        if plan.vectors is not None:
-            batch["query_vectors"] = torch.as_tensor(np.array(plan.vectors[pairs]))
-        if self.lexical is not None:
-            batch["lexical"] = torch.as_tensor(self.lexical.normalised_columns([plan.pair_words(p) for p in pairs]))
-        return batch
-
-
-def _padded(rows: list[NDArray[np.int32]], pad: int) -> tuple[Tensor, Tensor]:
-    """(batch, tokens) ids and mask."""
-    ids = torch.full((len(rows), max(map(len, rows))), pad)
-    mask = torch.zeros_like(ids)
-    for number, row in enumerate(rows):
-        ids[number, : len(row)] = torch.tensor(row)
-        mask[number, : len(row)] = 1
-    return ids, mask
-
-
 def _only(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     (item,) = items
     return item
 
 
 class PlanTrainer(Trainer):  # type: ignore[misc]
-    """Reads the plan in order and gives the encoder its own learning rate."""
+    """Reads the plan in order and gives the encoder its own learning rate.
 
-    def __init__(self, *args: Any, rates: TrainConfig, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.rates = rates
+    Args:
+        postings: Adds up the lexical scores of a batch on the device, where the items name words only.
+    """
+
+    def __init__(self, *args: Any, rates: TrainConfig, postings: Postings | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, data_collator=_only, **kwargs)
+        self.rates, self.postings = rates, postings
         self.model_accepts_loss_kwargs = False  # each batch counts as one, whatever its number of pairs
+        self.remove_callback(PrinterCallback)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return self.with_scores(super()._prepare_inputs(inputs))
+
+    def with_scores(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch with its lexical scores in place of its words."""
+        if self.postings is not None:
+            words, counts, total = (batch.pop(name) for name in ("words", "word_counts", "postings"))
+            batch["lexical"] = self.postings.add(words, counts, total)
+        return batch
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)

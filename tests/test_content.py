@@ -19,8 +19,9 @@ from nci.anchors import TreeSum
 from nci.errors import DataError
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
+from nci.postings import Postings
 from nci.records import SemanticId
-from nci.search.content import Content, DocumentVectors, LevelSums, Postings
+from nci.search.content import Content, DocumentVectors, LevelSums
 from nci.trie import Trie
 
 MakeModel = Callable[..., NCIModel]

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from nci.head import Head
-from nci.model import NCIConfig
+from nci.model_config import NCIConfig
 
 D, VALUES, POSITIONS, NODES, CONTENT = 6, 3, 2, 9, 6
 HEADS = [("tied", 0), ("additive", 2), ("additive", 0), ("product", 2), ("product", 0)]

@@ -20,7 +20,8 @@ from nci.anchors import node_means
 from nci.config import Config, EmbedConfig, ModelConfig
 from nci.errors import ConfigError
 from nci.losses import consistency_loss
-from nci.model import NCIConfig, NCIModel
+from nci.model import NCIModel
+from nci.model_config import NCIConfig
 from nci.records import SemanticId
 from nci.search import EncodedQueries, exhaustive_search, plain_search, score_all
 from nci.trie import Trie

@@ -25,10 +25,12 @@ from torch.utils.data import SequentialSampler
 from transformers import TrainingArguments
 
 from nci import train as train_module
+from nci.batches import EncoderStates
 from nci.config import PairsConfig, TrainConfig
 from nci.errors import NciError
 from nci.pairs import Pair, write_plan
-from nci.train import EncoderStates, PlanDataset, PlanTrainer, last_checkpoint, train
+from nci.postings import Postings
+from nci.train import PlanTrainer, last_checkpoint, train
 
 CALM = {"alpha": 0.0, "max_grad_norm": 1e9, "weight_decay": 0.0}
 
@@ -136,7 +138,7 @@ def test_documents_without_a_query_are_no_negatives_of_real_queries(workshop: Wo
     """p(d | q) of a real query sums to 1 over the seen documents, of any other over all."""
     model, documents = workshop.model.eval(), len(workshop.leaf_of_document)
     seen = workshop.leaf_of_document[::2]  # those that `make_workshop` gives queries
-    one = {name: value[:1] for name, value in workshop.batch(0).items()}
+    one = {name: value[:1] for name, value in workshop.batch(0).items() if name != "positions"}
     for closed in (True, False):
         rows = {name: value.expand(documents, *value.shape[1:]) for name, value in one.items()}
         rows |= {"documents": torch.arange(documents), "closed": torch.full((documents,), closed)}
@@ -144,6 +146,31 @@ def test_documents_without_a_query_are_no_negatives_of_real_queries(workshop: Wo
             chances = model(**rows).log_probs.exp()
         assert float(chances.sum() if not closed else chances[seen].sum()) == pytest.approx(1, abs=1e-4)
         assert (float(chances[seen].sum()) < 0.999) == (not closed)
+
+
+def test_scores_added_up_on_the_device_are_those_of_the_items(workshop: Workshop) -> None:
+    assert workshop.lexical is not None
+    postings, dataset = Postings(workshop.lexical, "cpu"), workshop.dataset(words_only=True)
+    for number in range(len(workshop.plan)):
+        batch = dataset[number]
+        found = postings.add(batch["words"], batch["word_counts"], batch["postings"])
+        torch.testing.assert_close(found, workshop.batch(number)["lexical"], atol=1e-6, rtol=1e-5)
+        trainer = SimpleNamespace(postings=postings)
+        assert set(PlanTrainer.with_scores(trainer, batch)) == set(workshop.batch(number))  # type: ignore[arg-type]
+
+
+def test_an_item_knows_how_long_its_ids_are(workshop: Workshop) -> None:
+    """Ids longer than `positions` would lose digits, and shorter ones only cost time: it is exact."""
+    for number in range(len(workshop.plan)):
+        batch = workshop.batch(number)
+        paths = workshop.model.tables.path_nodes[batch["documents"]]
+        assert batch["positions"] == int((paths > 0).sum(1).max())
+        with torch.no_grad():
+            told, found = (
+                workshop.model.eval()(**batch).log_probs,
+                workshop.model(**{**batch, "positions": None}).log_probs,
+            )
+        assert torch.equal(told, found)
 
 
 def test_which_pairs_are_real_reaches_the_model(workshop: Workshop) -> None:
@@ -208,9 +235,7 @@ def test_a_frozen_encoder_stays_as_it_is_to_the_bit(workshop: Workshop, tmp_path
 def test_stored_states_are_those_of_the_encoder(workshop: Workshop, tmp_path: Path) -> None:
     workshop.model.eval()
     states = EncoderStates.build(workshop.model, workshop.plan, tmp_path / "states", tokens_per_batch=64)
-    shared: dict[str, Any] = {"pad": 0, "lexical": workshop.lexical}
-    cached = PlanDataset(workshop.plan, workshop.leaf_of_document, states=states, **shared)
-    plain = PlanDataset(workshop.plan, workshop.leaf_of_document, states=None, **shared)
+    cached, plain = workshop.dataset(states=states), workshop.dataset()
     for number in range(len(workshop.plan)):
         with torch.no_grad():
             one, two = workshop.model(**cached[number]), workshop.model(**plain[number])
@@ -516,6 +541,8 @@ train(shop.model, shop.plan, config, out, leaf_of_document=shop.leaf_of_document
 """
 SLOWED = """
 import time
+from nci.batches import EncoderStates
+from nci.postings import Postings
 from nci.train import PlanTrainer
 step = PlanTrainer.training_step
 

@@ -26,6 +26,7 @@ from tokenizers.processors import TemplateProcessing
 
 import nci
 from nci.assembly import Assembly
+from nci.batches import PlanDataset
 from nci.config import Config
 from nci.encoders import TextEncoder
 from nci.lexical import LexicalScores
@@ -201,9 +202,13 @@ class Workshop:
     config: Config
 
     def batch(self, number: int) -> dict[str, Any]:
-        from nci.train import PlanDataset
+        return self.dataset()[number]
 
-        return PlanDataset(self.plan, self.leaf_of_document, pad=0, lexical=self.lexical, states=None)[number]
+    def dataset(self, **changes: Any) -> PlanDataset:
+        """The batches of the plan as training reads them."""
+        trie = self.model.tables.trie
+        shared: dict[str, Any] = {"pad": 0, "depths": trie.depth[trie.leaves], "lexical": self.lexical}
+        return PlanDataset(self.plan, self.leaf_of_document, **{**shared, **changes})
 
 
 def make_workshop(folder: Path, encoder_folder: Path, **changes: Mapping[str, object]) -> Workshop:

@@ -26,7 +26,7 @@ from nci.bench.shapes import HashTokenizer, Shape
 from nci.bench.timing import best_batch, measure
 from nci.errors import ConfigError
 from nci.index import Index
-from nci.model import NCIConfig
+from nci.model_config import NCIConfig
 from nci.runtime import one_thread_each
 from nci.trie import Trie
 

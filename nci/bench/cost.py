@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nci.errors import ConfigError
-from nci.model import NCIConfig
+from nci.model_config import NCIConfig
 from nci.search.plan import Plan
 from nci.trie import Trie
 

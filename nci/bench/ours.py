@@ -16,7 +16,8 @@ from torch import Tensor
 
 from nci.bench.cost import Cost, encoder_cost, search_cost
 from nci.bench.shapes import WORD_PIECES, HashTokenizer, Shape, id_values
-from nci.model import NCIConfig, NCIModel
+from nci.model import NCIModel
+from nci.model_config import NCIConfig
 from nci.search import Engine, make_plan
 from nci.search.backend import Backend, choose_precision
 from nci.search.engine import FEW

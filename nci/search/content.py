@@ -21,6 +21,7 @@ from nci.anchors import node_means, node_sizes
 from nci.errors import DataError
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
+from nci.postings import Postings
 from nci.search.linear import Precision
 from nci.trie import Trie
 
@@ -173,32 +174,6 @@ class LevelSums:
             below = own
             outs.append(own)
         return torch.cat(outs[::-1])
-
-
-class Postings:
-    """BM25 on a GPU: the same sparse columns as `LexicalScores`, added up there."""
-
-    def __init__(self, lexical: LexicalScores, device: str) -> None:
-        self.lexical, self.device = lexical, device
-        data, indices, self.indptr = lexical.postings
-        self.data = torch.tensor(data, device=device)
-        self.rows = torch.tensor(indices, device=device).long()
-
-    def normalised(self, texts: Sequence[str]) -> Tensor:
-        """(queries, documents), as a share of each query's highest."""
-        columns = self.lexical.columns(texts)
-        words = np.concatenate([*columns, np.zeros(0, np.int32)]).astype(np.int64)
-        query = np.repeat(np.arange(len(columns)), [len(c) for c in columns])
-        first, sizes = self.indptr[words], self.indptr[words + 1] - self.indptr[words]
-        total, documents = int(sizes.sum()), self.lexical.documents
-        before = np.cumsum(sizes) - sizes
-        plan = torch.from_numpy(np.stack([first - before, sizes, query * documents])).to(self.device)
-        word = torch.repeat_interleave(plan[1], output_size=total)
-        posting = torch.arange(total, device=self.device) + plan[0][word]
-        scores = torch.zeros(len(columns) * documents, device=self.device)
-        scores.index_add_(0, self.rows[posting] + plan[2][word], self.data[posting])
-        scores = scores.view(len(columns), documents)
-        return scores / scores.amax(1, keepdim=True).clamp(min=1e-12)
 
 
 def _mapped(array: NDArray[Any] | None) -> Tensor:
