@@ -4,4 +4,5 @@ import sys
 
 from nci.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # a spawned worker imports this file again
+    sys.exit(main())

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from nci import __version__, parsers, research
 from nci.config import Config
-from nci.console import Typed, plain, whole_numbers, write_json, writing
+from nci.console import Typed, plain, set_up_logging, whole_numbers, write_json, writing
 from nci.errors import ConfigError, NciError
+from nci.figures import command as figures
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -40,9 +41,11 @@ def index(args: Namespace) -> int:
         print(yaml.safe_dump(config.to_dict(), sort_keys=False), end="")
         return 0
     from nci.pipeline import build
+    from nci.querygen import read_generated
 
     started = time.monotonic()
-    build(args.corpus_source, args.out, config, engine=args.engine, device=args.device)
+    generated = read_generated(Path(args.generated)) if args.generated else ()
+    build(args.corpus_source, args.out, config, generated=generated, engine=args.engine, device=args.device)
     if int(os.environ.get("RANK", "0")) == 0:
         log.info(
             '%-10s %s in %.1f s; search it with: nci search %s "..."',
@@ -163,6 +166,9 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], Any], Callable[[Any], i
     "prepare": ("make a data set of published files", parsers.prepare, research.prepare),
     "querygen": ("write queries for documents", parsers.querygen, research.querygen),
     "compare": ("several systems on a data set, side by side", parsers.compare, research.compare),
+    "plot": ("draw the paper's figures for an index", figures.plot_parser, figures.plot),
+    "efficiency": ("the paper's efficiency table, measured here", figures.efficiency_parser, figures.efficiency),
+    "cited": ("the paper's main tables, beside your own rows", figures.cited_parser, figures.cited),
     "bench": ("measure how fast an index is, beside other systems", parsers.bench, research.bench),
 }
 
@@ -171,7 +177,7 @@ HELP = f"""usage: nci COMMAND ...
 nci {__version__}: a neural corpus indexer. One model is the search index.
 
 commands:
-{chr(10).join(f"  {name:<10}{text}" for name, (text, _, _) in COMMANDS.items())}
+{chr(10).join(f"  {name:<12}{text}" for name, (text, _, _) in COMMANDS.items())}
 
 begin with:
   nci demo                                     everything at once, offline, in minutes
@@ -233,11 +239,7 @@ def _set_up(*, quiet: bool) -> None:
         os.environ["TQDM_DISABLE"] = "1"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log.handlers = [handler]
-    log.setLevel(logging.WARNING if quiet else logging.INFO)
-    log.propagate = False
+    set_up_logging(logging.WARNING if quiet else logging.INFO)
 
 
 def _open(names: Iterable[str], args: Namespace) -> list[Index]:

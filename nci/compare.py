@@ -2,7 +2,7 @@
 
 Every system gets the same documents, the same training pairs and the same queries. What it builds is kept in a folder
 named by a hash of everything it depends on, and so is its ranking of a split, so that a second call only prints, and a
-killed one goes on. Knows systems by name only; `nci.systems` makes them.
+killed one goes on. Knows systems by name only; `nci.systems` makes them, `nci.jobs` several at once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ import numpy as np
 from nci import significance
 from nci.baselines import Searcher
 from nci.config import content_key
-from nci.errors import ConfigError
+from nci.errors import ConfigError, DataError
 from nci.evaluate import evaluate, per_query, read_run, table, write_run
 from nci.records import Qrels, Query, Run
+from nci.systems import SEEDED, check, key, make, seeds_of
+from nci.workbench import Workbench, file_name
 
 log = logging.getLogger("nci")
 
@@ -33,6 +35,8 @@ SUCCESS_NOTE = (
     "R@k is the share of a query's relevant documents among the first k. The paper's Recall@k counts a query as found when "
     "any of them is: that is Success@k here; the two are equal where every query has one relevant document."
 )
+Task = tuple[str, int]
+"""A system by name, and one of its seeds."""
 DEPTH = 100
 TIMED = 50  # queries asked one at a time for the latency
 
@@ -100,53 +104,81 @@ class Result:
 
 
 def compare(
-    workbench: Any, systems: Sequence[str], split: str, out: Path, *, metrics: Sequence[str] = METRICS
+    bench: Workbench, systems: Sequence[str], split: str, out: Path, *, metrics: Sequence[str] = METRICS
 ) -> Result:
     """Build what is missing, search a split with every system, and put them side by side.
 
     Args:
-        workbench: Data and makers of systems (`nci.systems.Workbench`).
+        bench: What systems are made of.
         systems: Names; the first one whose name begins with nci, else the first, is the reference of the tests.
         out: Folder for what is built, rankings and tables.
     """
-    if not systems or len(set(systems)) < len(systems):
-        raise ConfigError("--systems names each system once, separated by commas, and at least one")
-    for name in systems:
-        workbench.check(name)
-    queries, qrels = workbench.dataset.split(split)
+    check_names(bench, systems)
+    queries, qrels = judged(bench, split)
     reference = next((name for name in systems if name.startswith("nci")), systems[0])
     result = Result(split, len(queries), reference)
     values: dict[str, dict[str, float]] = {}
     for name in systems:
-        ranked = [
-            _ranked(workbench, name, seed, queries, split, out / "runs") for seed in range(workbench.seeds_of(name))
+        seeds = range(seeds_of(bench, name))
+        found = [
+            ranked(bench, (name, seed), queries, ranking_file(bench, (name, seed), queries, split, out))
+            for seed in seeds
         ]
-        _add(result, name, ranked, qrels, metrics)
-        values[name] = _mean([per_query(one.run, qrels, "R@1") for one in ranked])
+        _add(result, name, found, qrels, metrics)
+        values[name] = _mean([per_query(one.run, qrels, "R@1") for one in found])
     others = {name: value for name, value in values.items() if name != reference}
     tests = significance.compare(values[reference], others, groups=significance.document_groups(qrels))
     result.p_values = {name: test.corrected for name, test in tests.items()}
     return result
 
 
-def _ranked(workbench: Any, name: str, seed: int, queries: Sequence[Query], split: str, folder: Path) -> Ranked:
-    """The ranking of a system, from its file where that is there."""
-    key = content_key(workbench.key(name, seed), split, [tuple(query) for query in queries], DEPTH)
-    stem = folder / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', name)}-{seed}-{split}-{key}"
-    run_file, facts_file = stem.with_name(stem.name + ".trec"), stem.with_name(stem.name + ".json")
-    if facts_file.exists() and run_file.exists():
+def check_names(bench: Workbench, systems: Sequence[str]) -> None:
+    """Refuse what cannot be compared, before anything is made."""
+    if not systems or len(set(systems)) < len(systems):
+        raise ConfigError("--systems names each system once, separated by commas, and at least one")
+    for name in systems:
+        check(bench, name)
+
+
+def judged(bench: Workbench, split: str) -> tuple[list[Query], Qrels]:
+    """The queries of a split with a relevant document, at least one, and their judgements."""
+    queries, qrels = bench.dataset.split(split)
+    if not queries:
+        raise DataError(
+            f"{bench.dataset.folder}: no query of the split {split} has a relevant document (a grade above 0)"
+        )
+    return queries, qrels
+
+
+def ranking_file(bench: Workbench, task: Task, queries: Sequence[Query], split: str, out: Path) -> Path:
+    """Where the ranking of a system, with one of its seeds, is kept; beside it lies what else is known of it, as .json."""
+    name, seed = task
+    found = content_key(key(bench, name, seed), split, [tuple(query) for query in queries], DEPTH)
+    return out / "runs" / f"{file_name(name)}-{seed}-{split}-{found}.trec"
+
+
+def ranked(bench: Workbench, task: Task, queries: Sequence[Query], file: Path, *, timed: bool = True) -> Ranked:
+    """The ranking of a system, from its file where that is there.
+
+    Without `timed` no latency is measured, since other processes are at work; the next call that is timed does.
+    """
+    name, seed = task
+    facts_file = file.with_suffix(".json")
+    facts: dict[str, Any] = {}
+    if facts_file.exists() and file.exists():
         facts = json.loads(facts_file.read_text(encoding="utf-8"))
-        return Ranked(read_run(run_file), facts["latency_ms"], facts["index_bytes"])
-    log.info("%-12s %s%s", "system", name, f", seed {seed}" if workbench.seeds_of(name) > 1 else "")
-    searcher, size = workbench.make(name, seed)
-    run = search_all(searcher, queries)
-    latency = latency_ms(searcher, [query.text for query in queries])
-    folder.mkdir(parents=True, exist_ok=True)
-    write_run(run_file, run, tag=name.replace(" ", "_"))
-    staged = facts_file.with_suffix(".tmp")
-    staged.write_text(json.dumps({"system": name, "latency_ms": latency, "index_bytes": size}), encoding="utf-8")
-    os.replace(staged, facts_file)  # last: it says that the ranking beside it is whole
-    return Ranked(read_run(run_file), latency, size)
+    if not facts or (timed and facts["latency_ms"] is None):
+        log.info("%-12s %s%s", "system" if not facts else "latency", name, f", seed {seed}" if name in SEEDED else "")
+        searcher, size = make(bench, name, seed)
+        if not facts:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_run(file, search_all(searcher, queries), tag=name.replace(" ", "_"))
+        latency = latency_ms(searcher, [query.text for query in queries]) if timed else None
+        facts = {"system": name, "latency_ms": latency, "index_bytes": size}
+        staged = facts_file.with_suffix(".tmp")
+        staged.write_text(json.dumps(facts), encoding="utf-8")
+        os.replace(staged, facts_file)  # last: it says that the ranking beside it is whole
+    return Ranked(read_run(file), facts["latency_ms"] or 0.0, facts["index_bytes"])
 
 
 def search_all(searcher: Searcher, queries: Sequence[Query], depth: int = DEPTH) -> Run:

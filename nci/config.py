@@ -149,7 +149,7 @@ class PairsConfig(_Section):
     spans: int = 10
     terms: int = 64
     span_share: float = 0.25
-    generated: float = 1.0
+    generated: float = 0.3
     generated_queries: int = 15
     sampling: Literal["pair", "document"] = "pair"
     max_length: int = 64
@@ -267,17 +267,17 @@ class TrainConfig(_Section):
     """
 
     epochs: float = 6
-    batch_size: int = 64
+    batch_size: int = 512
     accumulation: int = 1
-    encoder_lr: float = 5e-5
-    decoder_lr: float = 5e-4
+    encoder_lr: float = 1e-4
+    decoder_lr: float = 1e-3
     freeze_embeddings: bool = True
     freeze_encoder: bool = False
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     warmup: float = 0.05
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
-    alpha: float = 0.15
+    alpha: float = 0.0
     tau: float = 1.0
     spare_unseen: bool = True
     precision: Literal["auto", "fp32", "bf16"] = "auto"

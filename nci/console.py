@@ -1,8 +1,10 @@
-"""What the commands share: numbers and words of flags, files that are written, lines that are safe to print."""
+"""What the commands share: numbers and words of flags, files that are written, log lines, lines that are safe to print."""
 
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +48,16 @@ def writing(flag: str, target: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{flag} {target}: cannot be written: {reason}") from error
+
+
+def set_up_logging(level: int) -> None:
+    """Log lines of the library for people, on standard error."""
+    log = logging.getLogger("nci")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.handlers = [handler]
+    log.setLevel(level)
+    log.propagate = False
 
 
 def plain(text: str) -> str:

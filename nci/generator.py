@@ -58,7 +58,7 @@ class GeneratorConfig:
     max_source: int = 512
     max_target: int = 64
     epochs: float = 4
-    batch_size: int = 64
+    batch_size: int = 128
     encoder_lr: float = 1e-4
     decoder_lr: float = 1e-3
     freeze_embeddings: bool = True

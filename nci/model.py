@@ -200,7 +200,7 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
             nodes: (distinct,) prefix nodes of this level, `owner` (rows,) the place of each row's node among them;
                 none where every row has a node of its own.
             adapter: (distinct, d) adapter states of these prefixes.
-            anchors: (queries, nodes of the tree), `query` (rows,) the query of each row.
+            anchors: (queries, nodes of the tree), `query` (rows,) the query of each row; none where row i is query i.
         """
         z = self.head.project(h)
         if self.config.normalise != "children":
@@ -219,10 +219,10 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
         if closed is not None and self.tables.seen_nodes is not None:
             logits = logits.masked_fill(closed.unsqueeze(1) & ~self.tables.seen_nodes[child], _CLOSED)
         if self.head.bias is not None:
-            logits = logits + self.head.bias[child]
+            # index_select and gather: on a GPU the gradient of bias[child] adds up equal places one after the other
+            logits = logits + self.head.bias.index_select(0, child.flatten()).view_as(child)
         if anchors is not None:
-            assert query is not None
-            logits = logits + anchors[query.unsqueeze(1), child]
+            logits = logits + (anchors.gather(1, child) if query is None else anchors[query.unsqueeze(1), child])
         return logits.masked_fill(~real, -torch.inf).log_softmax(-1), child, real
 
     def path_log_probs(
@@ -260,9 +260,9 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
             else:
                 distinct, owner = torch.unique(prefix[:, level], return_inverse=True)
                 first = _first(owner)
-            adapter = a[group[first], level] if a is not None else None
+            adapter = None if a is None else a[:, level] if alone and level else a[group[first], level]
             log_probs, child, _ = self.child_log_probs(
-                h[:, level], distinct, owner, adapter, level, anchors, rows, closed
+                h[:, level], distinct, owner, adapter, level, anchors, closed=closed
             )
             slot = (target[:, level] - child[:, 0]).clamp(min=0)
             chosen = log_probs.gather(1, slot.unsqueeze(1)).squeeze(1)

@@ -1,4 +1,4 @@
-"""One argument parser per command, built only for the command that was typed. Imports no torch."""
+"""One argument parser per command, built only for the command that was typed. Only that of compare imports torch."""
 
 from __future__ import annotations
 
@@ -63,6 +63,12 @@ def index(argv: Sequence[str]) -> ArgumentParser:
     parser.add_argument("--print-config", action="store_true", help="Print the settings that would be used, and stop.")
     parser.add_argument("--engine", default="local", help="Where shards are worked on.")
     parser.add_argument("--device", default=None, help="cpu or cuda; a GPU is used where there is one.")
+    parser.add_argument(
+        "--generated",
+        metavar="FILE",
+        default=None,
+        help="Generated queries to train on, too, as nci querygen writes them.",
+    )
     parser.add_argument("--on-error", default=None, help="What to do with a bad line: fail (default) or skip.")
     parser.add_argument("--id-field", default=None, help="Column of the ids.")
     parser.add_argument("--title-field", default=None, help="Column of the titles.")
@@ -167,8 +173,9 @@ def compare(argv: Sequence[str]) -> ArgumentParser:
     parser = _parser(
         "Compare systems on a data set, all with the same documents, training pairs and queries. What is missing is built or "
         "trained and kept, so that a second call only prints and a killed one goes on. Systems: bm25, bm25-okapi, "
-        "bm25+trainq, bm25+qg, dense, dense-hnsw, knn, dpr, ance, dsi, dsi-atomic, seal, nci, nci-untrained, nci-zeroed, "
-        "nci-pure, nci-ensemble, rrf:A+B, rerank:A."
+        "bm25+trainq, bm25+qg, bm25+qg50, dense, dense-hnsw, bert-bruteforce, bert-faiss, knn, dpr, ance, ance-maxp, dsi, "
+        "dsi-atomic, seal, nci, nci-untrained, nci-zeroed, nci-pure, nci-noqg, nci-qg50, nci-ensemble (all --seeds merged), "
+        "rrf:A+B (by ranks), sum:A+B (by scores, weights fitted on dev), rerank:A; table stands for the full table."
     )
     parser.add_argument("data", metavar="DATA", help="A BEIR folder.")
     parser.add_argument(
@@ -183,13 +190,40 @@ def compare(argv: Sequence[str]) -> ArgumentParser:
     )
     parser.add_argument("--seeds", type=int, default=1, help="Indexes behind each row of nci and its kin.")
     parser.add_argument(
-        "--generated", metavar="FILE", default=None, help="Generated queries, as nci querygen writes them."
+        "--variant-seeds", type=int, default=None, help="The same for nci-pure, nci-noqg, nci-qg50 and dsi; as --seeds."
+    )
+    parser.add_argument(
+        "--generated",
+        metavar="FILE",
+        default="auto",
+        help="Generated queries, as nci querygen writes them; auto makes them when one of the systems is about them "
+        "(bm25+qg, bm25+qg50, nci-noqg, nci-qg50), and then nci trains on them, too; none means none.",
+    )
+    parser.add_argument(
+        "--per-document",
+        type=int | None,
+        default=None,
+        help="How many auto makes for a document; 50 where a name ends in qg50, else 15.",
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="Processes that make and search systems at once.")
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.FIELD=VALUE",
+        action="append",
+        default=[],
+        help="Change a setting of the indexes, as in --set train.epochs=2; may be repeated.",
     )
     parser.add_argument("--metrics", default=None, help="ir-measures names, separated by commas.")
     parser.add_argument("--latex", metavar="FILE", default=None, help="Write the metrics as a LaTeX tabular.")
     parser.add_argument("--plot", metavar="FILE", default=None, help="Draw R@1 over latency (.png or .svg).")
     parser.add_argument("--device", default=None, help="cpu or cuda; a GPU is used where there is one.")
     parser.add_argument("--json", metavar="FILE", default=None, help="Write one JSON object; - is standard output.")
+    from nci.workbench import BASELINES, NAMED, USUAL
+
+    for name, section in BASELINES.items():
+        parser.add_class_arguments(section, name, skip=NAMED.get(name, set()))
+        usual = {"encoder": None, **USUAL.get(name, {})}
+        parser.set_defaults({f"{name}.{key}": value for key, value in usual.items()})
     return parser
 
 
@@ -203,6 +237,9 @@ def prepare(argv: Sequence[str]) -> ArgumentParser:
     parser.add_argument("source", metavar="SRC", help="Folder with the downloaded files.")
     parser.add_argument("-o", "--out", metavar="DATA", required=True, help="BEIR folder to make.")
     parser.add_argument("--on-error", default="fail", help="What to do with a bad record: fail or skip.")
+    parser.add_argument(
+        "--max-chars", type=int | None, default=None, help="Cut the pages of triviaqa after so many characters."
+    )
     parser.add_argument("--json", metavar="FILE", default=None, help="Write one JSON object; - is standard output.")
     return parser
 
@@ -211,18 +248,28 @@ def querygen(argv: Sequence[str]) -> ArgumentParser:
     parser = _parser(
         "Write queries for documents. With the training queries of the data a generator is trained here, from the encoder; "
         "--generator names another one (a docT5query model by folder or Hub name). Every document has its own seed, so that "
-        "a rerun writes the same. Queries that do not find their own document are dropped, unless --keep-all."
+        "a rerun writes the same. Queries that do not find their own document are dropped, unless --filter none."
     )
-    parser.add_argument("data", metavar="DATA", help="A BEIR folder, or any corpus with --generator.")
+    parser.add_argument("data", metavar="DATA", help="A BEIR folder; any corpus, where nothing is to be trained.")
     parser.add_argument("-o", "--out", metavar="DIR", required=True, help="Folder for queries.jsonl and the generator.")
     parser.add_argument(
         "--generator", metavar="NAME", default=None, help="A trained generator, or a model of Hugging Face."
     )
     parser.add_argument(
+        "--fine-tune",
+        metavar="NAME",
+        default=None,
+        help="A model of Hugging Face to train further on the training queries.",
+    )
+    parser.add_argument(
         "--encoder", default="minilm", help="What a generator is trained from, and dense search for the filter."
     )
-    parser.add_argument("--epochs", type=int | None, default=None, help="Passes over the training queries.")
-    parser.add_argument("--keep-all", action="store_true", help="Do not drop what does not find its own document.")
+    parser.add_argument("--epochs", type=float | None, default=None, help="Passes over the training queries.")
+    parser.add_argument(
+        "--filter",
+        default="any",
+        help="Keep a query when dense or lexical search finds its document (any), when both do (all), or always (none).",
+    )
     parser.add_argument("--device", default=None, help="cpu or cuda; a GPU is used where there is one.")
     parser.add_argument("--per-document", type=int, default=15, help="Queries per document.")
     parser.add_argument("--top-k", type=int, default=50, help="Draw among the k likeliest word pieces; 0 means all.")
@@ -230,7 +277,10 @@ def querygen(argv: Sequence[str]) -> ArgumentParser:
         "--top-p", type=float, default=1.0, help="Draw among those that together have this probability."
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="Below 1 prefers the likely ones.")
+    parser.add_argument("--max-source", type=int, default=512, help="Word pieces of a document that are read.")
+    parser.add_argument("--max-target", type=int, default=64, help="Word pieces of a query at most.")
     parser.add_argument("--batch-size", type=int, default=32, help="Documents at once.")
+    parser.add_argument("--shard-size", type=int, default=512, help="Documents per shard: what a killed run may lose.")
     parser.add_argument("--seed", type=int, default=0, help="Same seed, same queries.")
     return parser
 

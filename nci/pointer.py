@@ -40,13 +40,17 @@ class State:
 
     def of_sources(self, sources: Tensor) -> State:
         """The state with these sources, a source perhaps several times; rows and their past are the caller's to fit."""
+
+        def taken(tensor: Tensor) -> Tensor:
+            return tensor.index_select(0, sources)  # its gradient is many times faster than that of tensor[sources]
+
         return State(
-            [(keys[sources], values[sources]) for keys, values in self.memories],
-            self.pointer[sources],
-            self.pieces[sources],
-            self.seen[sources],
-            self.copied[sources],
-            StackCache([keys[sources] for keys in self.cache.keys], [values[sources] for values in self.cache.values]),
+            [(taken(keys), taken(values)) for keys, values in self.memories],
+            taken(self.pointer),
+            taken(self.pieces),
+            taken(self.seen),
+            taken(self.copied),
+            StackCache([taken(keys) for keys in self.cache.keys], [taken(values) for values in self.cache.values]),
             self.ancestors,
             self.slots,
         )

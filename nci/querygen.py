@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 from tqdm import tqdm
 
-from nci.baselines import Searcher, check_k
+from nci.baselines import Baseline
 from nci.config import PairsConfig, content_key
 from nci.embed import fingerprint
 from nci.encoders import fetch_encoder
@@ -232,7 +232,7 @@ def extracts(document: Document, config: QueryGenConfig) -> list[str]:
 
 def round_trip_filter(
     queries: Sequence[tuple[str, str]],
-    searchers: Sequence[Searcher],
+    searchers: Sequence[Baseline],
     *,
     k: int = 10,
     need: Literal["any", "all"] = "any",
@@ -245,22 +245,22 @@ def round_trip_filter(
         k: How far down the own document may be.
         need: Kept when one searcher finds it, or only when all do.
     """
-    check_k(k)
     if not searchers:
         raise ConfigError("a round trip needs something to search with; give dense or lexical search, or both")
-    wanted: dict[str, set[str]] = {}
-    for query, doc_id in queries:
-        wanted.setdefault(query, set()).add(doc_id)
-    found = [set[tuple[str, str]]() for _ in searchers]
-    texts = list(wanted)
-    with tqdm(desc="round trip", total=len(texts), unit="query", disable=hide_bars()) as bar:
-        for start in range(0, len(texts), _AT_ONCE):
-            block = texts[start : start + _AT_ONCE]
-            for searcher, pairs in zip(searchers, found, strict=True):
-                for query, hits in zip(block, searcher.search(block, k), strict=True):
-                    pairs.update((query, hit.doc_id) for hit in hits if hit.doc_id in wanted[query])
-            bar.update(len(block))
-    good = set.union(*found) if need == "any" else set.intersection(*found)
+    asked = list(dict.fromkeys(queries))
+    open_pairs, good = asked, set[tuple[str, str]]()
+    for number, searcher in enumerate(searchers):  # the later ones see only what is still undecided
+        found: list[bool] = []
+        with tqdm(desc="round trip", total=len(open_pairs), unit="query", disable=hide_bars()) as bar:
+            for start in range(0, len(open_pairs), _AT_ONCE):
+                found += searcher.finds(open_pairs[start : start + _AT_ONCE], k).tolist()
+                bar.update(len(found) - start)
+        if need == "any":
+            good.update(pair for pair, yes in zip(open_pairs, found, strict=True) if yes)
+            open_pairs = [pair for pair, yes in zip(open_pairs, found, strict=True) if not yes]
+        else:
+            open_pairs = [pair for pair, yes in zip(open_pairs, found, strict=True) if yes]
+            good = set(open_pairs) if number == len(searchers) - 1 else good
     kept = [pair for pair in queries if pair in good]
     share = 100 * len(kept) / max(1, len(queries))
     log.info("%-10s %d of %d queries find their document (%.1f %%)", "round trip", len(kept), len(queries), share)

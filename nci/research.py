@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,13 +15,16 @@ from nci.errors import ConfigError
 if TYPE_CHECKING:
     from jsonargparse import Namespace
 
+log = logging.getLogger("nci")
+
 
 def prepare(args: Namespace) -> int:
     from nci.prepare import prepare as make
 
     if args.on_error not in ("fail", "skip"):
         raise ConfigError(f"--on-error is fail or skip, not {args.on_error!r}")
-    report = make(args.kind, Path(args.source), Path(args.out), on_error=args.on_error, progress=not args.quiet)
+    source, out = Path(args.source), Path(args.out)
+    report = make(args.kind, source, out, max_chars=args.max_chars, on_error=args.on_error, progress=not args.quiet)
     found = {"folder": str(report.folder), "documents": report.documents, "queries": dict(report.queries)}
     write_json(args.json, {**found, "duplicates": report.duplicates, "differences": report.differences})
     if args.json != "-":
@@ -28,83 +33,76 @@ def prepare(args: Namespace) -> int:
 
 
 def querygen(args: Namespace) -> int:
-    from nci.baselines.bm25 import BM25
-    from nci.baselines.dense import Dense
     from nci.config import CorpusConfig
     from nci.corpus import open_dataset, read_documents
-    from nci.encoders import TextEncoder
-    from nci.generator import Generator, GeneratorConfig
-    from nci.querygen import (
-        FILE,
-        QueryGenConfig,
-        generate_queries,
-        read_generated,
-        round_trip_filter,
-        source_pairs,
-        write_generated,
-    )
+    from nci.querygen import QueryGenConfig, read_generated
+    from nci.querygen_steps import Recipe, make_queries
     from nci.runtime import check_device
+    from nci.training_data import split_pairs
 
-    settings = QueryGenConfig(
-        per_document=args.per_document,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        temperature=args.temperature,
-        batch_size=args.batch_size,
-        seed=args.seed,
+    names = [field.name for field in dataclasses.fields(QueryGenConfig)]
+    recipe = Recipe(
+        QueryGenConfig(**{name: getattr(args, name) for name in names}),
+        encoder=args.encoder,
+        generator=args.generator,
+        fine_tune=args.fine_tune,
+        epochs=args.epochs,
+        keep=args.filter,
     )
-    out, device = Path(args.out), check_device(args.device)
     documents = list(read_documents(args.data, CorpusConfig()))
-    dataset = open_dataset(args.data)
-    generator: str | Path | None = args.generator
-    if generator is None and dataset is not None and "train" in dataset.splits():
-        queries, qrels = dataset.split("train")
-        pairs = [
-            (query.text, doc_id) for query in queries for doc_id, grade in qrels[query.query_id].items() if grade > 0
-        ]
-        config = GeneratorConfig() if args.epochs is None else GeneratorConfig(epochs=args.epochs)
-        generator = out / "generator"
-        sources = source_pairs(documents, pairs)
-        Generator.train(sources, out=generator, encoder=args.encoder, settings=config, device=device)
-    folder = out / "all"
-    written = generate_queries(documents, out=folder, generator=generator, settings=settings, device=device)
-    pairs = read_generated(written)
-    if not args.keep_all:
-        encoder = TextEncoder.load(args.encoder, normalise=True, device=device)
-        pairs = round_trip_filter(pairs, [Dense(documents, encoder), BM25(documents)])
-    write_generated(out / FILE, pairs)
-    print(
-        f"{len(pairs):,} queries for {len({doc_id for _, doc_id in pairs}):,} of {len(documents):,} documents: {out / FILE}"
-    )
+    pairs = split_pairs(open_dataset(args.data), "train")
+    file = make_queries(documents, pairs, out=Path(args.out), recipe=recipe, device=check_device(args.device))
+    queries = read_generated(file)
+    print(f"{len(queries):,} queries for {len({d for _, d in queries}):,} of {len(documents):,} documents: {file}")
     return 0
 
 
 def compare(args: Namespace) -> int:
-    from nci.compare import METRICS
+    from nci.compare import METRICS, judged
     from nci.compare import compare as run
     from nci.corpus import open_dataset
+    from nci.evaluate import check_metric
+    from nci.jobs import rank_in_parallel
     from nci.parsers import default_preset
-    from nci.querygen import read_generated
-    from nci.systems import Workbench
+    from nci.systems import generated_source
+    from nci.workbench import BASELINES, Workbench
 
     dataset = open_dataset(args.data)
     if dataset is None:
         raise ConfigError(
             f"{args.data} is no BEIR folder: expected corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv in it"
         )
-    if args.seeds < 1:
-        raise ConfigError(f"--seeds is at least 1, not {args.seeds}")
-    out = Path(args.out)
+    for flag in ("seeds", "jobs", "variant_seeds"):
+        value = getattr(args, flag)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')} is at least 1, not {value}")
+    out, names, splits = Path(args.out), _systems(args.systems), words(args.split)
+    if not splits:
+        raise ConfigError("--split names at least one split, as in test,dev")
+    start = Config.preset(args.preset or default_preset(["--device", args.device] if args.device else []))
+    config = changed(start, args.set)
+    given = {
+        name: {k: v for k, v in vars(getattr(args, name)).items() if (k, v) != ("encoder", None)} for name in BASELINES
+    }
     workbench = Workbench(
         dataset,
         out / "systems",
-        Config.preset(args.preset or default_preset(["--device", args.device] if args.device else [])),
+        config,
         device=args.device,
-        generated=read_generated(Path(args.generated)) if args.generated else (),
+        generated_from=generated_source(
+            args.generated, names, per_document=args.per_document, encoder=config.embed.encoder
+        ),
         seeds=args.seeds,
+        variant_seeds=args.variant_seeds,
+        baselines=given,
     )
-    names, splits = words(args.systems), words(args.split)
     metrics = tuple(dict.fromkeys(["R@1", *words(args.metrics)])) if args.metrics else METRICS
+    for metric in metrics:
+        check_metric(metric)
+    for split in splits:  # before anything is made for another one
+        judged(workbench, split)
+    if args.jobs > 1:
+        rank_in_parallel(workbench, names, splits, out, jobs=args.jobs)
     results = [run(workbench, names, split, out, metrics=metrics) for split in splits]
     write_json(args.json, {**results[0].as_json(), "splits": {r.split: r.as_json() for r in results}})
     if args.latex:
@@ -120,6 +118,41 @@ def compare(args: Namespace) -> int:
         shown = [name for name in usual if name in metrics]
         print("\n\n".join(result.text(shown) for result in results))
     return 0
+
+
+def _systems(text: str) -> list[str]:
+    """Names of --systems, with those of the full table in place of the word table."""
+    from nci.systems import PACKAGES, table_names
+
+    names = words(text)
+    if "table" not in names:
+        return names
+    usual, absent = table_names()
+    if absent:
+        packages = ", ".join(f"{name} (pip install {PACKAGES[name]})" for name in absent)
+        log.warning("left out of the table, since a package is missing: %s", packages)
+    place = names.index("table")
+    return [*names[:place], *(name for name in usual if name not in names), *names[place + 1 :]]
+
+
+def changed(config: Config, changes: Sequence[str]) -> Config:
+    """Settings with some fields changed, each as SECTION.FIELD=VALUE."""
+    import yaml
+
+    values = config.to_dict()
+    for change in changes:
+        name, equals, text = change.partition("=")
+        section, dot, field = name.strip().partition(".")
+        if not equals or not dot:
+            raise ConfigError(f"--set {change}: expected SECTION.FIELD=VALUE, as in train.epochs=2")
+        try:
+            values.setdefault(section, {})[field] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {change}: {text!r} is no value") from error
+    try:
+        return Config.from_dict(values)
+    except TypeError as error:
+        raise ConfigError(f"--set {' '.join(changes)}: a value is of the wrong kind: {error}") from error
 
 
 def bench(args: Namespace) -> int:

@@ -1,134 +1,175 @@
 """Names of systems -> things that search a data set: the rows of `nci compare`.
 
-    bm25  bm25-okapi  bm25+trainq  bm25+qg        lexical; + training or generated queries
-    dense  dense-hnsw  knn  dpr  ance             dense; over training queries; trained dual encoders
+    bm25  bm25-okapi  bm25+trainq                 lexical; + training queries
+    bm25+qg  bm25+qg50                            + at most 15 or 50 generated queries a document
+    dense  dense-hnsw  bert-bruteforce  bert-faiss   the index's own vectors; any encoder (--dense.encoder), exact
+    knn  dpr  ance  ance-maxp                     over training queries; trained dual encoders
     dsi  dsi-atomic  seal                         other generative ones
     nci  nci-untrained  nci-zeroed  nci-pure      the index; before training; without its generative part; without anchors
+    nci-noqg  nci-qg50                            without generated queries; with at most 50 a document
     nci-ensemble                                  all seeds of nci merged
-    rrf:A+B  rerank:A                             built on others
+    rrf:A+B  sum:A+B  rerank:A                    built on others
 
-A workbench holds the data and makes each system once, in a folder named by a hash of what it depends on.
+A system is made once, in a folder of the workbench named by a hash of what it depends on. What several systems share
+(generated queries, vectors, an index) is named by `needs`, so that it can be made before them.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
-from nci.assembly import load_embedder
 from nci.baselines import Baseline, Searcher
 from nci.baselines.bm25 import BM25
 from nci.baselines.dense import Dense
-from nci.config import Config, CorpusConfig, content_key
-from nci.corpus import Dataset, fingerprint
-from nci.encoders import TextEncoder
+from nci.config import content_key
 from nci.errors import ConfigError
-from nci.index import Index, build, search_many
-from nci.records import Document, Hit
+from nci.index import Index, search_many
+from nci.querygen import QueryGenConfig
+from nci.querygen_steps import Recipe
+from nci.records import Hit
 from nci.runtime import check_device
+from nci.training_data import split_pairs
+from nci.workbench import Workbench
 
-Pairs = list[tuple[str, str]]
+Made = tuple[Searcher, int]
+"""A system and the bytes of what it keeps."""
+
+PURE: dict[str, dict[str, Any]] = {"model": {"anchor": "none", "content": False, "edge_bias": False}}
+DSI: dict[str, dict[str, Any]] = {
+    "model": {**PURE["model"], "head": "tied", "adapter_layers": 0, "normalise": "position"},
+    "pairs": {"generated": 0.0, "spans": 0},
+    "train": {"alpha": 0.0, "spare_unseen": False},
+}
+DSI_ATOMIC = {**DSI, "tree": {"ids": "atomic"}, "model": {**DSI["model"], "normalise": "children"}}
 
 
-@dataclass
-class Workbench:
-    """Everything systems are made of.
+def leaves(name: str) -> list[str]:
+    """The systems at the bottom of one that is built on others; itself where it is not.
+
+    >>> leaves("rerank:rrf:bm25+trainq+dense")
+    ['bm25+trainq', 'dense']
+    """
+    parts = parts_of(name)
+    return [leaf for part in parts for leaf in leaves(part)] if parts else [name]
+
+
+def parts_of(name: str) -> list[str]:
+    """What a system is built on: names joined by +, some of which have a + of their own.
+
+    >>> parts_of("rrf:bm25+trainq+nci+bm25")
+    ['bm25+trainq', 'nci', 'bm25']
+    """
+    kind, colon, inner = name.partition(":")
+    if not colon or kind == "rerank":
+        return [inner] if colon else []
+    out: list[str] = []
+    for word in inner.split("+"):
+        if out and f"{out[-1].rpartition(':')[2]}+{word}" in MAKERS:
+            out[-1] += f"+{word}"
+        else:
+            out.append(word)
+    return out
+
+
+def check(bench: Workbench, name: str) -> None:
+    """Refuse a name that stands for nothing, and what the data has not the parts for."""
+    kind, colon, _ = name.partition(":")
+    if colon and kind not in COMPOSED:
+        raise ConfigError(f"--systems: {kind!r} is built on nothing; {', '.join(COMPOSED)} are")
+    if not colon and name not in MAKERS:
+        known = ", ".join([*MAKERS, *(f"{kind}:..." for kind in COMPOSED)])
+        raise ConfigError(f"--systems: there is no {name!r}; there are {known}")
+    parts = parts_of(name)
+    for part in parts:
+        check(bench, part)
+    if kind in ("rrf", "sum") and len(set(parts)) < 2:
+        raise ConfigError(f"--systems: {name} needs two systems or more, joined by +")
+    if kind in NEED_PAIRS and not bench.pairs:
+        raise ConfigError(f"--systems: {name} needs training queries, and the data has no qrels/train.tsv")
+    if kind == "sum" and not split_pairs(bench.dataset, "dev"):
+        raise ConfigError(
+            f"--systems: {name} needs held-out queries for its weights, and the data has no qrels/dev.tsv"
+        )
+    if name in NEED_GENERATED and bench.generated_from is None:
+        raise ConfigError(
+            f"--systems: {name} needs generated queries: --generated auto makes them, --generated FILE names them"
+        )
+
+
+def table_names() -> tuple[list[str], list[str]]:
+    """The systems of the full table, and those left out because a package is not here."""
+    absent = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package) is None]
+    return [name for name in TABLE if name not in absent], absent
+
+
+def generated_source(
+    option: str, names: Sequence[str], *, per_document: int | None, encoder: str
+) -> Path | Recipe | None:
+    """Where generated queries come from: none, a file, or, where one of the systems is about them, how to make them.
 
     Args:
-        folder: Where systems are built and kept.
-        config: Settings of the indexes and of the encoder of `dense`.
-        generated: Generated queries as (query, doc_id); the same for every system that takes them.
-        seeds: How many indexes stand behind a row of `nci` and its kin, each with its own tree and training.
+        option: none, auto, or the name of a file.
+        per_document: Queries per document; none means 50 where a name ends in qg50, else 15.
+        encoder: What the generator is trained from.
     """
+    if option not in ("none", "auto"):
+        return Path(option)
+    asked = {leaf for name in names for leaf in leaves(name)}
+    if option == "none" or asked.isdisjoint(ASK_FOR_GENERATED):
+        return None
+    usual = 50 if any(name.endswith("qg50") for name in asked) else 15
+    return Recipe(QueryGenConfig(per_document=usual if per_document is None else per_document), encoder=encoder)
 
-    dataset: Dataset
-    folder: Path
-    config: Config
-    device: str | None = None
-    generated: Sequence[tuple[str, str]] = ()
-    seeds: int = 1
-    made: dict[tuple[str, int], tuple[Searcher, int]] = field(default_factory=dict)
 
-    @cached_property
-    def documents(self) -> list[Document]:
-        return list(self.dataset.documents(CorpusConfig()))
+def seeds_of(bench: Workbench, name: str) -> int:
+    """How many times a system is made: what has a tree of its own once per seed."""
+    if name in ("nci", "nci-untrained", "nci-zeroed"):
+        return bench.seeds
+    return bench.variant_seeds or bench.seeds if name in SEEDED else 1
 
-    @cached_property
-    def pairs(self) -> Pairs:
-        """Training queries with their documents."""
-        if "train" not in self.dataset.splits():
-            return []
-        queries, qrels = self.dataset.split("train")
-        return [(q.text, doc_id) for q in queries for doc_id, grade in qrels[q.query_id].items() if grade > 0]
 
-    @cached_property
-    def data_key(self) -> str:
-        return content_key(fingerprint(self.dataset.folder, CorpusConfig()), self.pairs, list(self.generated))
+def needs(bench: Workbench, name: str, seed: int) -> list[tuple[str, int]]:
+    """What must be made before a system, as (name, seed): other systems, and what SHARED names."""
+    found = [(part, 0) for part in parts_of(name)]
+    if name in TAKE_GENERATED and isinstance(bench.generated_from, Recipe):
+        found.append(("generated queries", 0))
+    if name in ("dense", "dense-hnsw"):
+        found.append(("untrained index", 0))
+    if name == "ance":
+        found.append(("dpr", 0))
+    if name in ("nci-untrained", "nci-zeroed"):
+        found.append(("nci", seed))
+    if name == "nci-ensemble":
+        found += [("nci", each) for each in range(bench.seeds)]
+    return found
 
-    def check(self, name: str) -> None:
-        """Refuse a name that stands for nothing, and what the data has not the parts for."""
-        kind, _, inner = name.partition(":")
-        if inner:
-            if kind not in COMPOSED:
-                raise ConfigError(f"--systems: {kind!r} is built on nothing; {', '.join(COMPOSED)} are")
-            for part in parts_of(inner) if kind == "rrf" else [inner]:
-                self.check(part)
-        elif name not in MAKERS:
-            known = ", ".join([*MAKERS, *(f"{kind}:..." for kind in COMPOSED)])
-            raise ConfigError(f"--systems: there is no {name!r}; there are {known}")
-        if kind in NEED_PAIRS and not self.pairs:
-            raise ConfigError(f"--systems: {name} needs training queries, and the data has no qrels/train.tsv")
-        if name in NEED_GENERATED and not self.generated:
-            raise ConfigError(
-                f"--systems: {name} needs generated queries: nci querygen makes them, --generated names them"
-            )
 
-    def seeds_of(self, name: str) -> int:
-        """How many times a system is made: what has a tree of its own once per seed."""
-        return self.seeds if name in SEEDED else 1
+def key(bench: Workbench, name: str, seed: int = 0) -> str:
+    """A hash of everything that decides what a system is."""
+    kind = name.partition(":")[0]
+    parts = [key(bench, part) for part in parts_of(name)]
+    section = SECTION.get(kind)
+    settings: Any = bench.settings[section] if section else None
+    if name in SEEDED or name == "nci-ensemble":
+        settings = [bench.config.to_dict(), bench.seeds if name == "nci-ensemble" else seed]
+    elif name in ("dense", "dense-hnsw"):
+        settings = bench.config.embed
+    elif kind == "sum":
+        settings = split_pairs(bench.dataset, "dev")
+    return content_key(name, parts, bench.data_key, name in TAKE_GENERATED and bench.generated_key, settings)
 
-    def key(self, name: str, seed: int) -> str:
-        """A hash of everything that decides what a system is."""
-        return content_key(name, seed, self.seeds if name == "nci-ensemble" else 0, self.data_key, self.config)
 
-    def make(self, name: str, seed: int = 0) -> tuple[Searcher, int]:
-        """The system and the bytes of what it keeps."""
-        if (name, seed) not in self.made:
-            kind, _, inner = name.partition(":")
-            self.made[name, seed] = COMPOSED[kind](self, inner) if inner else MAKERS[name](self, seed)
-        return self.made[name, seed]
-
-    def folder_of(self, name: str) -> Path:
-        """Where a trained baseline is kept."""
-        label = re.sub(r"[^A-Za-z0-9.-]+", "_", name)
-        return self.folder / f"{label}-{self.key(name, 0)}"
-
-    def flat(self) -> tuple[list[Document], TextEncoder, NDArray[np.float32]]:
-        """Documents, the encoder of the settings, and the documents' vectors: those that the index was made of."""
-        values = {**self.config.to_dict()}
-        values["train"] = {**values["train"], "epochs": 0}
-        out = self.folder / f"untrained-{content_key(self.data_key, values)}.index"
-        index = build(self.dataset.folder, out, Config.from_dict(values), device=self.device)
-        by_id = {document.doc_id: document for document in self.documents}
-        encoder = load_embedder(index.config, index.generation / "embedder", check_device(self.device))
-        return [by_id[doc_id] for doc_id in index.doc_ids], encoder, index.vectors()
-
-    def index(self, seed: int, changes: dict[str, dict[str, Any]] | None = None, label: str = "nci") -> Index:
-        """An index of the data with its own seeds; `changes` are merged into the sections of the settings."""
-        values = self.config.to_dict()
-        for section, fields in {**(changes or {}), "tree": {**(changes or {}).get("tree", {}), "seed": seed}}.items():
-            values[section] = {**values[section], **fields}
-        values["train"]["seed"] = values["pairs"]["seed"] = seed
-        out = self.folder / f"{label}-{content_key(self.data_key, values)}.index"
-        generated = self.generated if values["pairs"]["generated"] > 0 else ()
-        return build(self.dataset.folder, out, Config.from_dict(values), generated=generated, device=self.device)
+def make(bench: Workbench, name: str, seed: int = 0) -> Made:
+    """The system and the bytes of what it keeps, made or opened once."""
+    if (name, seed) not in bench.made:
+        composed = COMPOSED.get(name.partition(":")[0])
+        bench.made[name, seed] = composed(bench, name) if composed else MAKERS[name](bench, seed)
+    return bench.made[name, seed]
 
 
 class Several(Baseline):
@@ -141,26 +182,22 @@ class Several(Baseline):
         return list(search_many(self._indexes, texts, k, method="paper"))
 
 
-def parts_of(names: str) -> list[str]:
-    """Names joined by +, some of which have a + of their own.
-
-    >>> parts_of("bm25+trainq+nci+bm25")
-    ['bm25+trainq', 'nci', 'bm25']
-    """
-    out: list[str] = []
-    for word in names.split("+"):
-        if out and f"{out[-1]}+{word}" in MAKERS:
-            out[-1] += f"+{word}"
-        else:
-            out.append(word)
-    return out
-
-
 def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _bm25(bench: Workbench, extra: Sequence[tuple[str, str]] = (), *, okapi: bool = False) -> tuple[Searcher, int]:
+def first_of_each(pairs: Iterable[tuple[str, str]], most: int) -> list[tuple[str, str]]:
+    """The first so many queries of every document, in their order."""
+    used: Counter[str] = Counter()
+    found = []
+    for query, doc_id in pairs:
+        used[doc_id] += 1
+        if used[doc_id] <= most:
+            found.append((query, doc_id))
+    return found
+
+
+def _bm25(bench: Workbench, extra: Iterable[tuple[str, str]] = (), *, okapi: bool = False) -> Made:
     more: dict[str, list[str]] = {}
     for query, doc_id in extra:
         more.setdefault(doc_id, []).append(query)
@@ -168,127 +205,162 @@ def _bm25(bench: Workbench, extra: Sequence[tuple[str, str]] = (), *, okapi: boo
     return system, system.index_bytes
 
 
-def _dense(bench: Workbench) -> tuple[Searcher, int]:
+def _dense(bench: Workbench) -> Made:
     documents, encoder, vectors = bench.flat()
     return Dense(documents, encoder, vectors), vectors.nbytes
 
 
-def _nci(bench: Workbench, seed: int, system: str = "trained") -> tuple[Searcher, int]:
+def _hnsw(bench: Workbench) -> Made:
+    from nci.baselines.dense_hnsw import DenseHnsw
+
+    flat = bench.flat()
+    folder = _folder(bench, "dense-hnsw")
+    folder.mkdir(parents=True, exist_ok=True)
+    return DenseHnsw(*flat, folder=folder), folder_bytes(folder)
+
+
+def _bert(
+    bench: Workbench, name: str, similarity: Literal["cosine", "dot"], backend: Literal["faiss", "numpy"]
+) -> Made:
+    settings = replace(bench.settings["dense"], similarity=similarity, backend=backend)
+    out, device = _folder(bench, name), check_device(bench.device)
+    system = Dense.build(bench.documents, out=out, settings=settings, device=device, name=name)
+    return system, system.index_bytes
+
+
+def _folder(bench: Workbench, name: str) -> Path:
+    return bench.folder_of(name, key(bench, name))
+
+
+def _trained(bench: Workbench, name: str, kind: Any, settings: Any, **more: Any) -> Made:
+    """A baseline from its folder, trained into it first where that is not complete."""
+    folder = _folder(bench, name)
+    more["device"] = check_device(bench.device)
+    if not (folder / "COMPLETE").exists():
+        kind.train(bench.documents, bench.pairs, out=folder, settings=settings, **more)
+    return kind.load(folder, bench.documents, **more), folder_bytes(folder)
+
+
+def _knn(bench: Workbench) -> Made:
+    from nci.baselines.knn import Knn
+
+    return _trained(bench, "knn", Knn, bench.settings["knn"])
+
+
+def _dual(bench: Workbench, name: str, **fixed: Any) -> Made:
+    from nci.baselines.dual import DualEncoder
+
+    return _trained(bench, name, DualEncoder, replace(bench.settings["dual"], **fixed))
+
+
+def _ance(bench: Workbench) -> Made:
+    """Goes on from dpr, which is its first round."""
+    make(bench, "dpr")
+    return _dual(bench, "ance", encoder=str(_folder(bench, "dpr") / "encoder"), epochs=0)
+
+
+def _seal(bench: Workbench) -> Made:
+    from nci.baselines.seal import Seal
+
+    return _trained(bench, "seal", Seal, bench.settings["seal"])
+
+
+def _nci(bench: Workbench, seed: int, system: str = "trained") -> Made:
     index = bench.index(seed)
     return cast(Searcher, index.system(system)), folder_bytes(index.generation)
 
 
-PURE: dict[str, dict[str, Any]] = {"model": {"anchor": "none", "content": False, "edge_bias": False}}
-DSI: dict[str, dict[str, Any]] = {
-    "model": {
-        **PURE["model"],
-        "head": "tied",
-        "adapter_layers": 0,
-        "normalise": "position",
-    },
-    "pairs": {"generated": 0.0, "spans": 0},
-    "train": {"alpha": 0.0, "spare_unseen": False},
-}
-DSI_ATOMIC = {**DSI, "tree": {"ids": "atomic"}, "model": {**DSI["model"], "normalise": "children"}}
+def _changed(
+    label: str, changes: Mapping[str, Mapping[str, Any]], *, longer: int = 1
+) -> Callable[[Workbench, int], Made]:
+    """Makes an index with other settings; what has no anchor must learn everything and is trained `longer`."""
 
-
-def _changed(label: str, changes: dict[str, dict[str, Any]]) -> Callable[[Workbench, int], tuple[Searcher, int]]:
-    def make(bench: Workbench, seed: int) -> tuple[Searcher, int]:
-        index = bench.index(seed, changes, label)
+    def build(bench: Workbench, seed: int) -> Made:
+        train = {**changes.get("train", {}), "epochs": longer * bench.config.train.epochs}
+        index = bench.index(seed, {**changes, "train": train}, label)
         return cast(Searcher, index), folder_bytes(index.generation)
 
-    return make
+    return build
 
 
-def _ensemble(bench: Workbench, _: int) -> tuple[Searcher, int]:
+def _ensemble(bench: Workbench, _: int) -> Made:
     indexes = [bench.index(seed) for seed in range(bench.seeds)]
     return Several(indexes), sum(folder_bytes(index.generation) for index in indexes)
 
 
-def _hnsw(bench: Workbench) -> tuple[Searcher, int]:
-    from nci.baselines.dense_hnsw import DenseHnsw
-
-    flat = bench.flat()
-    folder = bench.folder_of("dense-hnsw")
-    folder.mkdir(parents=True, exist_ok=True)
-    system = DenseHnsw(*flat, folder=folder)
-    return system, folder_bytes(folder)
+def _parts(bench: Workbench, name: str) -> tuple[dict[str, Searcher], int]:
+    parts = {part: make(bench, part) for part in parts_of(name)}
+    return {part: system for part, (system, _) in parts.items()}, sum(size for _, size in parts.values())
 
 
-def _trained(bench: Workbench, name: str, train: Callable[..., Any], load: Callable[..., Any], **more: Any) -> Any:
-    """A baseline from its folder, trained into it first where that is not complete."""
-    folder = bench.folder_of(name)
-    device = check_device(bench.device)
-    if not (folder / "COMPLETE").exists():
-        settings = more.pop("settings")
-        train(bench.documents, bench.pairs, out=folder, settings=settings, device=device, **more)
-    more.pop("settings", None)
-    return load(folder, bench.documents, device=device, **more), folder_bytes(folder)
-
-
-def _knn(bench: Workbench) -> tuple[Searcher, int]:
-    from nci.baselines.knn import Knn, KnnSettings
-
-    made: tuple[Searcher, int] = _trained(
-        bench, "knn", Knn.train, Knn.load, settings=KnnSettings(encoder=bench.config.embed.encoder)
-    )
-    return made
-
-
-def _dual(bench: Workbench, name: str, refreshes: int) -> tuple[Searcher, int]:
-    from nci.baselines.dual import DualEncoder
-    from nci.baselines.dual_data import DualSettings
-
-    settings = DualSettings(encoder=bench.config.embed.encoder, refreshes=refreshes)
-    made: tuple[Searcher, int] = _trained(bench, name, DualEncoder.train, DualEncoder.load, settings=settings)
-    return made
-
-
-def _seal(bench: Workbench) -> tuple[Searcher, int]:
-    from nci.baselines.seal import Seal, SealSettings
-
-    settings = SealSettings(encoder=bench.config.embed.encoder)
-    made: tuple[Searcher, int] = _trained(bench, "seal", Seal.train, Seal.load, settings=settings)
-    return made
-
-
-def _fused(bench: Workbench, inner: str) -> tuple[Searcher, int]:
+def _fused(bench: Workbench, name: str) -> Made:
     from nci.baselines.fusion import RankFusion
 
-    parts = {name: bench.make(name) for name in parts_of(inner)}
-    fused = RankFusion({name: system for name, (system, _) in parts.items()})
-    return fused, sum(size for _, size in parts.values())
+    parts, size = _parts(bench, name)
+    return RankFusion(parts), size
 
 
-def _reranked(bench: Workbench, inner: str) -> tuple[Searcher, int]:
-    from nci.baselines.rerank import Rerank, RerankSettings
+def _summed(bench: Workbench, name: str) -> Made:
+    from nci.baselines.fusion import ScoreFusion
 
-    base, size = bench.make(inner)
-    settings = RerankSettings(encoder=bench.config.embed.encoder)
-    system, own = _trained(bench, f"rerank:{inner}", Rerank.train, Rerank.load, settings=settings, base=base)
+    parts, size = _parts(bench, name)
+    out, seen = _folder(bench, name), {doc_id for _, doc_id in bench.pairs}
+    if not (out / "COMPLETE").exists():
+        ScoreFusion.train(parts, split_pairs(bench.dataset, "dev"), out=out, seen=seen)
+    return ScoreFusion.load(out, parts, seen=seen), size
+
+
+def _reranked(bench: Workbench, name: str) -> Made:
+    from nci.baselines.rerank import Rerank
+
+    (inner,) = parts_of(name)
+    base, size = make(bench, inner)
+    system, own = _trained(bench, name, Rerank, bench.settings["rerank"], base=base)
     return system, size + own
 
 
-MAKERS: dict[str, Callable[[Workbench, int], tuple[Searcher, int]]] = {
+MAKERS: dict[str, Callable[[Workbench, int], Made]] = {
     "bm25": lambda bench, _: _bm25(bench),
     "bm25-okapi": lambda bench, _: _bm25(bench, okapi=True),
     "bm25+trainq": lambda bench, _: _bm25(bench, bench.pairs),
-    "bm25+qg": lambda bench, _: _bm25(bench, bench.generated),
+    "bm25+qg": lambda bench, _: _bm25(bench, first_of_each(bench.generated, 15)),
+    "bm25+qg50": lambda bench, _: _bm25(bench, first_of_each(bench.generated, 50)),
     "dense": lambda bench, _: _dense(bench),
     "dense-hnsw": lambda bench, _: _hnsw(bench),
+    "bert-bruteforce": lambda bench, _: _bert(bench, "bert-bruteforce", "cosine", "numpy"),
+    "bert-faiss": lambda bench, _: _bert(bench, "bert-faiss", "dot", "faiss"),
     "knn": lambda bench, _: _knn(bench),
-    "dpr": lambda bench, _: _dual(bench, "dpr", 0),
-    "ance": lambda bench, _: _dual(bench, "ance", 3),
+    "dpr": lambda bench, _: _dual(bench, "dpr", refreshes=0),
+    "ance": lambda bench, _: _ance(bench),
+    "ance-maxp": lambda bench, _: _dual(bench, "ance-maxp", passage="maxp"),
     "seal": lambda bench, _: _seal(bench),
-    "dsi": _changed("dsi", DSI),
-    "dsi-atomic": _changed("dsi-atomic", DSI_ATOMIC),
+    "dsi": _changed("dsi", DSI, longer=6),
+    "dsi-atomic": _changed("dsi-atomic", DSI_ATOMIC, longer=6),
     "nci": _nci,
     "nci-untrained": lambda bench, seed: _nci(bench, seed, "untrained"),
     "nci-zeroed": lambda bench, seed: _nci(bench, seed, "zeroed"),
-    "nci-pure": _changed("nci-pure", PURE),
+    "nci-pure": _changed("nci-pure", PURE, longer=2),
+    "nci-noqg": _changed("nci-noqg", {"pairs": {"generated": 0.0}}),
+    "nci-qg50": _changed("nci-qg50", {"pairs": {"generated_queries": 50}}),
     "nci-ensemble": _ensemble,
 }
-COMPOSED: dict[str, Callable[[Workbench, str], tuple[Searcher, int]]] = {"rrf": _fused, "rerank": _reranked}
-NEED_PAIRS = {"bm25+trainq", "knn", "dpr", "ance", "seal", "dsi", "dsi-atomic", "nci-pure", "rerank"}
-NEED_GENERATED = {"bm25+qg"}
-SEEDED = {"nci", "nci-untrained", "nci-zeroed", "nci-pure", "dsi", "dsi-atomic"}
+COMPOSED: dict[str, Callable[[Workbench, str], Made]] = {"rrf": _fused, "sum": _summed, "rerank": _reranked}
+SHARED: dict[str, Callable[[Workbench], object]] = {
+    "generated queries": lambda bench: bench.generated,
+    "untrained index": lambda bench: bench.flat(),
+}
+SECTION = {
+    **{"bert-bruteforce": "dense", "bert-faiss": "dense", "knn": "knn", "seal": "seal", "rerank": "rerank"},
+    **dict.fromkeys(("dpr", "ance", "ance-maxp"), "dual"),
+}
+SEEDED = {"nci", "nci-untrained", "nci-zeroed", "nci-pure", "nci-noqg", "nci-qg50", "dsi", "dsi-atomic"}
+NEED_PAIRS = {"bm25+trainq", "knn", "dpr", "ance", "ance-maxp", "seal", "dsi", "dsi-atomic", "nci-pure", "rerank"}
+NEED_GENERATED = {"bm25+qg", "bm25+qg50", "nci-qg50"}
+ASK_FOR_GENERATED = NEED_GENERATED | {"nci-noqg"}  # without them, nci-noqg would be nci under another name
+TAKE_GENERATED = NEED_GENERATED | {"nci", "nci-untrained", "nci-zeroed", "nci-pure", "nci-ensemble"}
+TABLE = (
+    *("bm25", "bm25-okapi", "bm25+trainq", "bm25+qg", "dense", "dense-hnsw", "knn", "dpr", "ance", "seal", "dsi"),
+    *("rrf:bm25+trainq+ance", "sum:bm25+trainq+ance", "rerank:bm25+trainq"),
+    *("nci", "nci-zeroed", "nci-noqg", "nci-pure", "nci-ensemble"),
+)
+PACKAGES = {"dense-hnsw": "faiss", "seal": "pydivsufsort"}

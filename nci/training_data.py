@@ -30,6 +30,14 @@ class TrainingData:
         return sorted({row for _, row in self.real})
 
 
+def split_pairs(dataset: Dataset | None, split: str) -> list[tuple[str, str]]:
+    """Queries of a split, each with every document that is relevant to it; none where there is no such split."""
+    if dataset is None or split not in dataset.splits():
+        return []
+    queries, qrels = dataset.split(split)
+    return [(query.text, doc_id) for query in queries for doc_id, grade in qrels[query.query_id].items() if grade > 0]
+
+
 def training_data(
     dataset: Dataset | None,
     rows: Mapping[str, int],
@@ -45,7 +53,6 @@ def training_data(
         rows: Corpus row of each doc_id.
         skip_unknown: Leave out queries whose document is not in the corpus, instead of refusing them.
     """
-    splits = dataset.splits() if dataset is not None else []
     dropped = 0
 
     def row(doc_id: str, where: str) -> int | None:
@@ -60,29 +67,17 @@ def training_data(
     def known(pairs: TrainingQueries, where: str) -> list[tuple[str, int]]:
         return [(text, found) for text, doc_id in pairs if (found := row(doc_id, where)) is not None]
 
-    def judged(split: str) -> list[tuple[Query, list[int]]]:
-        if dataset is None or split not in splits:
+    def judged_dev() -> list[tuple[Query, list[int]]]:
+        if dataset is None or "dev" not in dataset.splits():
             return []
-        found, qrels = dataset.split(split)
-        where = f"qrels/{split}.tsv"
-        judged = [
-            (
-                query,
-                [
-                    r
-                    for doc_id, grade in qrels[query.query_id].items()
-                    if grade > 0 and (r := row(doc_id, where)) is not None
-                ],
-            )
-            for query in found
-        ]
-        return [(query, relevant) for query, relevant in judged if relevant]
+        found, qrels = dataset.split("dev")
+        relevant = [[doc_id for doc_id, grade in qrels[query.query_id].items() if grade > 0] for query in found]
+        rows_of = [[r for doc_id in each if (r := row(doc_id, "qrels/dev.tsv")) is not None] for each in relevant]
+        return [(query, each) for query, each in zip(found, rows_of, strict=True) if each]
 
-    if queries is not None:
-        real = known(queries, "a training query")
-    else:
-        real = [(query.text, relevant_row) for query, relevant in judged("train") for relevant_row in relevant]
-    data = TrainingData(real, known(generated, "a generated query"), judged("dev")[:dev_queries])
+    where = "qrels/train.tsv" if queries is None else "a training query"
+    real = known(split_pairs(dataset, "train") if queries is None else queries, where)
+    data = TrainingData(real, known(generated, "a generated query"), judged_dev()[:dev_queries])
     if dropped:
         log.warning("%d judgements name documents that are not in the corpus: left out", dropped)
     return data

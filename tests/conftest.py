@@ -7,9 +7,10 @@ code with the library and reads nothing but the names and values of the weights.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
-from nci.model import NCIConfig, NCIModel
+from nci.cli import main
+from nci.model import NCIModel
+from nci.model_config import NCIConfig
 from nci.records import SemanticId
 from nci.search import EncodedQueries
 from nci.trie import Trie
@@ -423,6 +426,46 @@ def naive() -> Callable[..., Naive]:
 def _seeded() -> None:
     """Dropout and new parameters are the same in every run of a test, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    """`main` sets up logging and the environment for a process of its own: afterwards they are what they were."""
+    log, environment = logging.getLogger("nci"), dict(os.environ)
+    handlers, level, propagate = log.handlers, log.level, log.propagate
+    yield
+    log.handlers, log.propagate = handlers, propagate
+    log.setLevel(level)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], as_before: None) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command in this process: exit code, standard output, standard error."""
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            code = main([str(word) for word in argv])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def ok(run: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """Runs a command that must succeed; gives its standard output."""
+
+    def call(*argv: object) -> str:
+        code, out, err = run(*argv)
+        assert code == 0, err
+        return out
+
+    return call
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +20,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import nci
 import nci.search.plan
-from nci import cli
 from nci.bench import compare, roofline
 from nci.bench.cost import encoder_cost, encoder_sizes, search_cost
 from nci.bench.ours import IndexNci, RandomNci, random_config, random_parts
 from nci.bench.shapes import HashTokenizer, Shape, synthetic_trie
 from nci.errors import ConfigError
 from nci.index import Index
-from nci.model import NCIConfig
+from nci.model_config import NCIConfig
 from nci.records import SemanticId
 from nci.search import Engine, make_plan, score_all
 from nci.search.backend import Backend
@@ -49,17 +46,10 @@ BERT = replace(SMALL, name="minilm")
 
 
 @pytest.fixture(autouse=True)
-def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`main` sets up logging and the environment for a process of its own; peaks are measured in no time."""
+def _quick_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peaks are measured in no time."""
     monkeypatch.setattr(roofline, "CPU_SIZES", (64,))
     monkeypatch.setattr(roofline, "CPU_COPY", 2**16)
-    log, environment = logging.getLogger("nci"), dict(os.environ)
-    handlers, level, propagate = log.handlers, log.level, log.propagate
-    yield
-    log.handlers, log.propagate = handlers, propagate
-    log.setLevel(level)
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 @pytest.fixture(scope="module")
@@ -80,19 +70,6 @@ def folder(build: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="module")
 def index(folder: Path) -> Index:
     return nci.load(folder)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Nci:
-    """Runs a command in this process: exit code, standard output, standard error."""
-
-    def call(*argv: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = cli.main([str(word) for word in argv])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 # ---- from the index to the file

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import shutil
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,18 +22,6 @@ from nci.evaluate import read_run
 from nci.index import Index
 
 QUERY = "apple pear item0"
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    """`main` sets up logging and the environment for a process of its own."""
-    log, environment = logging.getLogger("nci"), dict(os.environ)
-    handlers, level, propagate = log.handlers, log.level, log.propagate
-    yield
-    log.handlers, log.propagate = handlers, propagate
-    log.setLevel(level)
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 @pytest.fixture(scope="module")
@@ -60,34 +46,6 @@ def position(tmp_path_factory: pytest.TempPathFactory, encoder: Path, beir: Path
 
 
 Nci = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Nci:
-    """Runs a command in this process: exit code, standard output, standard error."""
-
-    def call(*argv: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            code = cli.main([str(word) for word in argv])
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
-
-
-@pytest.fixture
-def ok(run: Nci) -> Callable[..., str]:
-    """Runs a command that must succeed; gives its standard output."""
-
-    def call(*argv: object) -> str:
-        code, out, err = run(*argv)
-        assert code == 0, err
-        return out
-
-    return call
 
 
 # Index, search, evaluate, verify

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from tiny import make_beir, make_documents, tiny_values
+from tiny import make_beir, make_documents, tiny_values, write_lines
 
-from nci.cli import main
 from nci.compare import Result, compare, latency_ms, search_all
 from nci.config import Config
 from nci.corpus import open_dataset
 from nci.errors import ConfigError, DataError
 from nci.evaluate import evaluate, per_query
+from nci.querygen_steps import Recipe
 from nci.records import Hit
-from nci.systems import Workbench, parts_of
+from nci.systems import check, key, leaves, make, parts_of, table_names
+from nci.workbench import Workbench
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,9 @@ NAMES = [
     "nci-zeroed",
     "nci-ensemble",
     "rrf:bm25+trainq+dense",
+    "sum:bm25+trainq+dense",
+    "bert-bruteforce",
+    "bert-faiss",
 ]
 
 
@@ -62,9 +66,9 @@ def test_every_system_is_a_row(result: Result, workbench: Workbench) -> None:
 def test_a_row_is_what_the_system_finds(result: Result, workbench: Workbench) -> None:
     queries, qrels = workbench.dataset.split("test")
     for name in ("bm25", "bm25+trainq", "dense"):
-        run = search_all(workbench.make(name)[0], queries)
+        run = search_all(make(workbench, name)[0], queries)
         assert result.systems[name] == pytest.approx(evaluate(run, qrels, list(result.systems[name])), abs=1e-9)
-    first, second = (search_all(workbench.make("nci", seed)[0], queries) for seed in range(2))
+    first, second = (search_all(make(workbench, "nci", seed)[0], queries) for seed in range(2))
     wanted = [evaluate(run, qrels, ["R@1", "RR@100"]) for run in (first, second)]
     assert first != second, "each seed has a tree of its own"
     for metric in ("R@1", "RR@100"):
@@ -74,7 +78,7 @@ def test_a_row_is_what_the_system_finds(result: Result, workbench: Workbench) ->
 
 
 def test_training_queries_help_where_they_are(workbench: Workbench) -> None:
-    plain, more = (workbench.make(name)[0] for name in ("bm25", "bm25+trainq"))
+    plain, more = (make(workbench, name)[0] for name in ("bm25", "bm25+trainq"))
     text, doc_id = workbench.pairs[0]
     assert {hit.doc_id: hit.score for hit in more.search(text, 60)}[doc_id] > {
         hit.doc_id: hit.score for hit in plain.search(text, 60)
@@ -84,7 +88,7 @@ def test_training_queries_help_where_they_are(workbench: Workbench) -> None:
 def test_a_second_call_builds_and_searches_nothing(
     result: Result, workbench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Workbench, "make", lambda *_: pytest.fail("it was made again"))
+    monkeypatch.setattr("nci.compare.make", lambda *_: pytest.fail("it was made again"))
     again = compare(workbench, NAMES, "test", workbench.folder.parent)
     assert again.as_json() == result.as_json()
 
@@ -99,15 +103,28 @@ def test_a_ranking_without_its_facts_is_made_again(result: Result, workbench: Wo
     assert json.loads(facts.read_text())["index_bytes"] == whole["index_bytes"]
 
 
-def test_other_data_or_settings_are_other_systems(workbench: Workbench) -> None:
-    from dataclasses import replace
-
-    keys = {workbench.key(name, seed) for name in ("bm25", "nci") for seed in (0, 1)}
-    other = replace(workbench, generated=[("a", "d0")], made={})
-    keys.add(other.key("bm25", 0))
-    changed = replace(workbench.config, search=replace(workbench.config.search, beam=7))
-    keys.add(replace(workbench, config=changed, made={}).key("bm25", 0))
-    assert len(keys) == 6
+def test_other_data_or_settings_are_other_systems(workbench: Workbench, tmp_path: Path) -> None:
+    assert len({key(workbench, name, seed) for name in ("dsi", "nci", "nci-zeroed") for seed in (0, 1)}) == 6
+    queries = write_lines(tmp_path / "queries.jsonl", [{"doc_id": "d0", "query": "a"}])
+    beam = replace(workbench.config, search=replace(workbench.config.search, beam=7))
+    others = {
+        "generated queries": replace(workbench, generated_from=queries),
+        "ways to generate them": replace(workbench, generated_from=Recipe()),
+        "settings of the index": replace(workbench, config=beam),
+        "settings of a baseline": replace(workbench, baselines={"dual": {"lr": 1e-4}}),
+    }
+    changes = {
+        "bm25": set(),
+        "bm25+qg": {"generated queries", "ways to generate them"},
+        "nci": {"generated queries", "ways to generate them", "settings of the index"},
+        "nci-noqg": {"settings of the index"},
+        "dsi": {"settings of the index"},
+        "dpr": {"settings of a baseline"},
+        "rrf:bm25+dpr": {"settings of a baseline"},
+        "rerank:nci": {"generated queries", "ways to generate them", "settings of the index"},
+    }
+    for name, wanted in changes.items():
+        assert {what for what, other in others.items() if key(other, name) != key(workbench, name)} == wanted, name
 
 
 def test_the_texts_show_every_system(result: Result) -> None:
@@ -124,9 +141,9 @@ def test_paired_values_are_means_over_seeds(result: Result, workbench: Workbench
     from nci.significance import document_groups, holm, paired_bootstrap
 
     queries, qrels = workbench.dataset.split("test")
-    values = [per_query(search_all(workbench.make("nci", s)[0], queries), qrels, "R@1") for s in range(2)]
+    values = [per_query(search_all(make(workbench, "nci", s)[0], queries), qrels, "R@1") for s in range(2)]
     mean = {query_id: (values[0][query_id] + values[1][query_id]) / 2 for query_id in values[0]}
-    dense = per_query(search_all(workbench.make("dense")[0], queries), qrels, "R@1")
+    dense = per_query(search_all(make(workbench, "dense")[0], queries), qrels, "R@1")
     plain = paired_bootstrap(mean, dense, groups=document_groups(qrels)).p_value
     assert plain <= result.p_values["dense"] <= 1
     assert holm({"dense": plain}) == {"dense": plain}
@@ -141,8 +158,12 @@ def test_paired_values_are_means_over_seeds(result: Result, workbench: Workbench
         (["bm25", "bm25"], "once"),
         ([], "at least one"),
         (["rrf:bm25+nothing"], "there is no 'nothing'"),
-        (["sum:bm25+dense"], "'sum'"),
+        (["max:bm25+dense"], "'max'"),
+        (["rrf:bm25"], "two systems"),
+        (["rerank:nothing"], "there is no 'nothing'"),
+        (["rerank:"], "there is no ''"),
         (["bm25+qg"], "generated queries"),
+        (["rrf:bm25+qg50+dense"], "generated queries"),
     ],
 )
 def test_refuses_names_that_stand_for_nothing(workbench: Workbench, names: list[str], said: str) -> None:
@@ -161,15 +182,30 @@ def test_needs_training_queries(tmp_path: Path, encoder: Path) -> None:
     dataset = open_dataset(data)
     assert dataset is not None
     bench = Workbench(dataset, tmp_path / "systems", Config.from_dict(tiny_values(encoder)))
-    with pytest.raises(ConfigError, match="needs training queries"):
-        compare(bench, ["bm25+trainq"], "dev", tmp_path)
+    for name in ("bm25+trainq", "rerank:bm25", "rrf:bm25+dpr"):
+        with pytest.raises(ConfigError, match="needs training queries"):
+            compare(bench, [name], "dev", tmp_path)
     assert compare(bench, ["bm25"], "dev", tmp_path).queries == 12
 
 
 def test_parts_of() -> None:
-    assert parts_of("bm25+trainq+dense") == ["bm25+trainq", "dense"]
-    assert parts_of("dense+bm25+qg") == ["dense", "bm25+qg"]
-    assert parts_of("bm25") == ["bm25"]
+    assert parts_of("rrf:bm25+trainq+dense") == ["bm25+trainq", "dense"]
+    assert parts_of("sum:dense+bm25+qg") == ["dense", "bm25+qg"]
+    assert parts_of("rerank:rrf:bm25+dense") == ["rrf:bm25+dense"]
+    assert parts_of("bm25+trainq") == []
+    assert leaves("rrf:rerank:bm25+qg+dense") == ["bm25+qg", "dense"]
+
+
+def test_the_table_leaves_out_what_needs_a_missing_package(
+    workbench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, absent = table_names()
+    assert (len(names), absent) == (19, [])
+    bench = replace(workbench, generated_from=Recipe())
+    for name in names:
+        check(bench, name)
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None if package == "faiss" else object())
+    assert table_names() == ([name for name in names if name != "dense-hnsw"], ["dense-hnsw"])
 
 
 def test_latency_is_of_one_query_at_a_time() -> None:
@@ -184,26 +220,3 @@ def test_latency_is_of_one_query_at_a_time() -> None:
     assert asked == ["a", "a", "b"]
     assert latency_ms(Slow(), []) == 0  # type: ignore[arg-type]
     assert search_all(Slow(), []) == {}  # type: ignore[arg-type]
-
-
-def test_on_the_command_line(
-    tmp_path: Path, workbench: Workbench, encoder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tiny_values(encoder)))
-    data = str(workbench.dataset.folder)
-    flags = ["--preset", str(tmp_path / "c.yaml"), "-o", str(tmp_path / "out"), "--quiet", "--device", "cpu"]
-    files = ["--json", str(tmp_path / "r.json"), "--latex", str(tmp_path / "t.tex"), "--plot", str(tmp_path / "p.png")]
-    assert main(["compare", data, "--systems", "bm25, bm25+trainq", "--split", "test,dev", *flags, *files]) == 0
-    out = capsys.readouterr().out
-    assert "test, 12 queries" in out
-    assert "dev, 12 queries" in out
-    found = json.loads((tmp_path / "r.json").read_text())
-    assert set(found["systems"]) == {"bm25", "bm25+trainq"}
-    assert set(found["splits"]) == {"test", "dev"}
-    assert (tmp_path / "t.tex").read_text().count("tabular") == 4
-    assert (tmp_path / "p.png").stat().st_size > 1000
-    for wrong in (["--systems", "foo"], ["--seeds", "0"], ["--split", "none"], ["--metrics", "Q@1"]):
-        assert main(["compare", data, *flags, *wrong]) == 1
-        assert len(capsys.readouterr().err.splitlines()) == 1
-    assert main(["compare", str(tmp_path), *flags]) == 1
-    assert "no BEIR folder" in capsys.readouterr().err

@@ -10,13 +10,15 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
-from tiny import TOPICS, make_documents, make_queries, make_tokenizer, python, words
-from tokenizers.processors import TemplateProcessing
+from tiny import TOPICS, make_documents, make_queries, make_t5, python
 
+from nci.baselines import Baseline
 from nci.baselines.bm25 import BM25
+from nci.baselines.dense import Dense
 from nci.errors import ConfigError, DataError, MissingModelError
 from nci.generator import Generator, GeneratorConfig
 from nci.querygen import (
@@ -31,7 +33,6 @@ from nci.querygen import (
     write_generated,
 )
 from nci.records import Document, Hit
-from nci.runtime import quiet
 from nci.seq2seq import FineTuneConfig, HuggingFaceGenerator, Sampling
 
 models: Any = transformers  # its own types are incomplete
@@ -50,24 +51,7 @@ def own(encoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random T5 whose logits differ enough that top-k means something."""
-    torch.manual_seed(0)
-    config = models.T5Config(
-        vocab_size=len(words()), d_model=32, d_ff=32, d_kv=16, num_heads=2, num_layers=1, num_decoder_layers=1,
-        pad_token_id=0, eos_token_id=3, decoder_start_token_id=0, dropout_rate=0.0, tie_word_embeddings=False,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("t5")
-    tokenizer = make_tokenizer()
-    tokenizer.eos_token = "[SEP]"
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A [SEP]", special_tokens=[("[SEP]", 3)])
-    model = models.T5ForConditionalGeneration(config)
-    model.generation_config.suppress_tokens = [0, 1, 2]  # a trained model would not say these
-    with torch.no_grad():
-        model.lm_head.weight.normal_(std=0.4)
-    with quiet():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    return folder
+    return make_t5(tmp_path_factory.mktemp("t5"))
 
 
 @pytest.fixture(params=["own", "t5"])
@@ -414,16 +398,16 @@ def test_files_round_trip_and_bad_lines_are_named(tmp_path: Path) -> None:
         read_generated(tmp_path / "missing.jsonl")
 
 
-class Fixed:
+class Fixed(Baseline):
     """Finds what it was told to find."""
 
     def __init__(self, answers: dict[str, list[str]]) -> None:
         self.answers = answers
         self.asked: list[str] = []
 
-    def search(self, queries: Any, k: int = 10) -> Any:
-        self.asked += queries
-        return [[Hit(i, d, -float(i)) for i, d in enumerate(self.answers.get(q, [])[:k], 1)] for q in queries]
+    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+        self.asked += texts
+        return [[Hit(i, d, -float(i)) for i, d in enumerate(self.answers.get(q, [])[:k], 1)] for q in texts]
 
 
 def test_the_round_trip_keeps_what_finds_its_document() -> None:
@@ -436,8 +420,10 @@ def test_the_round_trip_keeps_what_finds_its_document() -> None:
     assert round_trip_filter(queries, [dense], k=3) == [("a", "1"), ("c", "2")]
     assert round_trip_filter([], [dense]) == []
     dense.asked.clear()
-    round_trip_filter(queries, [dense])
-    assert sorted(dense.asked) == ["a", "b", "c", "d"]  # each text once
+    lexical.asked.clear()
+    round_trip_filter(queries, [dense, lexical], k=2)
+    assert sorted(dense.asked) == ["a", "a", "b", "c", "d"]  # each pair once
+    assert sorted(lexical.asked) == ["a", "b", "c", "d"]  # ("a", "1") was found before
 
 
 def test_the_round_trip_works_with_a_real_search() -> None:
@@ -446,6 +432,28 @@ def test_the_round_trip_works_with_a_real_search() -> None:
     wrong = [(document.title, "d0") for document in documents[1:]]
     kept = round_trip_filter([*good, *wrong], [BM25(documents)], k=1)
     assert kept == good
+
+
+def test_whether_a_text_finds_its_document_is_what_its_hits_say() -> None:
+    """Ties, words that nothing holds, unknown documents: for every k as in search."""
+    documents = [Document(f"d{i}", text) for i, text in enumerate(["red cat", "red", "cat dog", "red", "", "cat"])]
+    rng = np.random.default_rng(0)
+    vectors = rng.integers(0, 2, (6, 2)).astype(np.float32)
+    letters = {"red": [1, 0], "cat": [0, 1], "blue": [0, 0], "red cat": [1, 1]}
+
+    class Letters:
+        def encode(self, texts: list[str], /, *, batch_size: int) -> Any:
+            return np.array([letters[text] for text in texts], np.float32)
+
+    pairs = [(text, doc_id) for text in letters for doc_id in ["d0", "d1", "d2", "d3", "d4", "d5", "unknown"]]
+    for searcher in (BM25(documents), Dense(documents, Letters(), vectors)):
+        searcher.queries_at_once = 5
+        for k in (1, 2, 3, 6, 9):
+            hits = searcher.search([text for text, _ in pairs], k)
+            wanted = [
+                any(hit.doc_id == doc_id for hit in found) for found, (_, doc_id) in zip(hits, pairs, strict=True)
+            ]
+            assert searcher.finds(pairs, k).tolist() == wanted
 
 
 def test_source_pairs_leave_unknown_documents_out() -> None:

@@ -106,6 +106,20 @@ def test_cosine_equals_its_formula(monkeypatch: pytest.MonkeyPatch, backend: str
         assert hits[0].source == "brute"
 
 
+def test_the_backend_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [Document(f"d{i}", f"text {i}") for i in range(9)]
+    vectors = np.random.default_rng(1).normal(size=(9, 4))
+    lookup = Lookup({"q": np.ones(4)})
+    plain = Dense(documents, lookup, vectors, backend="numpy")
+    by_faiss = Dense(documents, lookup, vectors, backend="faiss")
+    assert (plain._faiss is None, by_faiss._faiss is None) == (True, False)
+    assert [hit.doc_id for hit in plain.search("q", 3)] == [hit.doc_id for hit in by_faiss.search("q", 3)]
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    assert Dense(documents, lookup, vectors)._faiss is None
+    with pytest.raises(MissingPackageError, match="faiss-cpu"):
+        Dense(documents, lookup, vectors, backend="faiss")
+
+
 @pytest.fixture(scope="module")
 def prompted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An encoder that wants a word before queries and another before documents."""

@@ -107,6 +107,26 @@ def make_encoder(folder: Path, *, seed: int = 0, positions: int = 64, kind: str 
     return folder
 
 
+def make_t5(folder: Path) -> Path:
+    """A random T5 that writes; its logits differ enough that top-k means something."""
+    torch.manual_seed(0)
+    config = models.T5Config(
+        vocab_size=len(words()), d_model=32, d_ff=32, d_kv=16, num_heads=2, num_layers=1, num_decoder_layers=1,
+        pad_token_id=0, eos_token_id=3, decoder_start_token_id=0, dropout_rate=0.0, tie_word_embeddings=False,
+    )  # fmt: skip
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = "[SEP]"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A [SEP]", special_tokens=[("[SEP]", 3)])
+    model = models.T5ForConditionalGeneration(config)
+    model.generation_config.suppress_tokens = [0, 1, 2]  # a trained model would not say these
+    with torch.no_grad():
+        model.lm_head.weight.normal_(std=0.4)
+    with quiet():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
 def make_documents(count: int | None = None) -> list[Document]:
     """Documents of six topics in turn, each with a name of its own."""
     random_words = random.Random(1)

@@ -49,6 +49,19 @@ class Baseline(ABC):
     def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
         """The best k documents of each text."""
 
+    def finds(self, pairs: Sequence[tuple[str, str]], k: int) -> npt.NDArray[np.bool_]:
+        """Whether each text finds its doc_id among its best k."""
+        check_k(k)
+        found = [np.zeros(0, bool)]
+        for start in range(0, len(pairs), self.queries_at_once):
+            block = pairs[start : start + self.queries_at_once]
+            found.append(self._finds([text for text, _ in block], [doc_id for _, doc_id in block], k))
+        return np.concatenate(found)
+
+    def _finds(self, texts: list[str], doc_ids: list[str], k: int) -> npt.NDArray[np.bool_]:
+        pairs = zip(self._answer(texts, k), doc_ids, strict=True)
+        return np.array([any(hit.doc_id == doc_id for hit in hits) for hits, doc_id in pairs])
+
 
 class Shelf:
     """The documents of a baseline, in the order of its score rows."""
@@ -57,7 +70,8 @@ class Shelf:
         self.documents = list(documents)
         self.source = source
         doc_ids = [document.doc_id for document in self.documents]
-        if len(set(doc_ids)) < len(doc_ids):
+        self._rows = {doc_id: row for row, doc_id in enumerate(doc_ids)}
+        if len(self._rows) < len(doc_ids):
             twice = Counter(doc_ids).most_common(1)[0][0]
             raise DataError(f"doc_id {twice!r} occurs more than once; every document needs its own")
         # (documents,) position of each row in the order of doc_ids: the tie-break
@@ -85,6 +99,15 @@ class Shelf:
             Hit(rank, document.doc_id, score, document.title, document.text, source=self.source)
             for rank, (score, document) in enumerate(found, 1)
         ]
+
+    def among_best(self, scores: npt.NDArray[np.float32], doc_ids: Sequence[str], k: int) -> npt.NDArray[np.bool_]:
+        """Whether each doc_id is among the best k of its row of scores (queries, documents), -inf being no hit."""
+        rows = np.array([self._rows.get(doc_id, -1) for doc_id in doc_ids])
+        own = np.take_along_axis(scores, np.maximum(rows, 0)[:, None], axis=1)  # (queries, 1)
+        earlier = self._position < self._position[np.maximum(rows, 0)][:, None]
+        before = ((scores > own) | ((scores == own) & earlier)).sum(axis=1)
+        found: npt.NDArray[np.bool_] = (rows >= 0) & (own[:, 0] > -np.inf) & (before < k)
+        return found
 
 
 def check_k(k: int) -> None:

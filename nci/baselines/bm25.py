@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from nci.baselines import Baseline, Shelf
 from nci.baselines.okapi import okapi_scores
@@ -75,6 +76,11 @@ class BM25(Baseline):
 
     def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
         return [self._search_one(text, k) for text in texts]
+
+    def _finds(self, texts: list[str], doc_ids: list[str], k: int) -> npt.NDArray[np.bool_]:
+        scores = self._lexical.scores(texts)  # (queries, documents)
+        scores[scores == 0] = -np.inf
+        return self._shelf.among_best(scores, doc_ids, k)
 
     def _search_one(self, query: str, k: int) -> list[Hit]:
         scores = self._lexical.scores([query])[0]  # (documents,)

@@ -1,7 +1,8 @@
 """Dense retrieval: documents and an encoder in, exact search by inner product or cosine out. No torch of its own.
 
-faiss does the product where it is installed, numpy otherwise. The paper's "BERT + BruteForce" is similarity "cosine",
-its "BERT + ANN (Faiss)", a flat index too, is similarity "dot"; with vectors of length 1 both are the same.
+faiss does the product where it is installed, numpy otherwise, unless one of them is asked for. The paper's "BERT +
+BruteForce" is similarity "cosine", its "BERT + ANN (Faiss)", a flat index too, is similarity "dot"; with vectors of
+length 1 both are the same.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nci.baselines import Baseline, Shelf
-from nci.errors import ConfigError, DataError
+from nci.errors import ConfigError, DataError, MissingPackageError
 from nci.records import Document, Hit
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class DenseSettings:
         max_length: Word pieces of a text that are read.
         batch_size: Texts per forward pass.
         precision: auto takes bf16 where the device has it.
+        backend: What does the product; auto takes faiss where it is installed.
     """
 
     encoder: str = "minilm"
@@ -47,6 +49,7 @@ class DenseSettings:
     max_length: int = 256
     batch_size: int = 32
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
+    backend: Literal["auto", "faiss", "numpy"] = "auto"
 
     def __post_init__(self) -> None:
         check_similarity(self.similarity)
@@ -91,6 +94,7 @@ class Dense(Baseline):
         batch_size: Texts per forward pass of the encoder.
         similarity: dot, or cosine, which scales all vectors to length 1 first.
         name: What hits say they come from.
+        backend: What does the product; auto takes faiss where it is installed.
     """
 
     def __init__(
@@ -102,8 +106,10 @@ class Dense(Baseline):
         batch_size: int = 32,
         similarity: Literal["cosine", "dot"] = "dot",
         name: str = "dense",
+        backend: Literal["auto", "faiss", "numpy"] = "auto",
     ) -> None:
         check_similarity(similarity)
+        self._backend = backend
         self._shelf = Shelf(documents, source=name)
         self._encoder = encoder
         self._batch_size = batch_size
@@ -130,14 +136,21 @@ class Dense(Baseline):
         Args:
             documents: What to search.
             out: Where the vectors are kept.
-            settings: Encoder and similarity.
+            settings: Encoder, similarity and backend.
             device: Where texts are encoded, also at search time.
             name: What hits say they come from.
         """
         settings = settings or DenseSettings()
         encoder, vectors = encode_corpus(documents, out=out, settings=settings, device=device)
-        size, similarity = settings.batch_size, settings.similarity
-        return cls(documents, encoder, vectors, batch_size=size, similarity=similarity, name=name)
+        return cls(
+            documents,
+            encoder,
+            vectors,
+            batch_size=settings.batch_size,
+            similarity=settings.similarity,
+            name=name,
+            backend=settings.backend,
+        )
 
     @property
     def index_bytes(self) -> int:
@@ -148,14 +161,22 @@ class Dense(Baseline):
         vectors = self._ready(self._encoder.encode(texts, batch_size=self._batch_size))
         return [self._shelf.hits(rows, scores, k) for rows, scores in self._nearest(vectors, k)]
 
+    def _finds(self, texts: list[str], doc_ids: list[str], k: int) -> npt.NDArray[np.bool_]:
+        queries = self._ready(self._encoder.encode(texts, batch_size=self._batch_size))
+        return self._shelf.among_best(queries @ self._vectors.T, doc_ids, k)
+
     def _ready(self, vectors: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         ready = np.ascontiguousarray(vectors, np.float32)
         return unit(ready) if self._similarity == "cosine" else ready
 
     def _make_index(self, vectors: npt.NDArray[np.float32]) -> Any | None:
+        if self._backend == "numpy":
+            return None
         try:
             import faiss
-        except ImportError:
+        except ImportError as error:
+            if self._backend == "faiss":
+                raise MissingPackageError("dense search by faiss needs it: pip install faiss-cpu") from error
             return None
         index = faiss.IndexFlatIP(vectors.shape[1])
         index.add(vectors)

@@ -47,15 +47,15 @@ class DualSettings:
     """
 
     encoder: str = "minilm"
-    epochs: int = 3
+    epochs: int = 5
     refreshes: int = 0
     refresh_epochs: int = 1
-    negatives: int = 2
+    negatives: int = 4
     depth: int = 50
-    batch_size: int = 64
-    lr: float = 5e-5
+    batch_size: int = 128
+    lr: float = 7e-5
     warmup: float = 0.1
-    temperature: float = 0.05
+    temperature: float = 0.03
     passage: Literal["firstp", "maxp"] = "firstp"
     max_length: int = 256
     max_passages: int = 4

@@ -6,9 +6,10 @@ on: a searcher that has seen them (BM25 over training queries, a trained encoder
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -20,6 +21,11 @@ from nci.baselines import Baseline, Searcher, folder
 from nci.errors import ConfigError, DataError
 from nci.fuse import merge_hits
 from nci.records import Hit
+
+log = logging.getLogger("nci")
+
+WEIGHTS = np.linspace(0.0, 3.0, 31)
+UNSEEN = np.linspace(-1.0, 1.0, 41)
 
 
 class _Fusion(Baseline):
@@ -66,14 +72,19 @@ class FusionSettings:
     Args:
         depth: Hits each system gives, more where more are asked for.
         weights: What each system counts; `train` fits them.
+        unseen: Added to the score of a document without any training query, which systems trained on such queries
+            hold back; `train` fits it, too.
     """
 
     depth: int = 100
     weights: Mapping[str, float] = field(default_factory=dict)
+    unseen: float = 0.0
 
     def __post_init__(self) -> None:
         if any(not math.isfinite(weight) or weight < 0 for weight in self.weights.values()):
             raise ConfigError(f"weights of a fusion are finite and not negative: {dict(self.weights)}")
+        if not math.isfinite(self.unseen):
+            raise ConfigError(f"what a fusion adds to unseen documents is finite, not {self.unseen}")
 
 
 class ScoreFusion(_Fusion):
@@ -84,15 +95,24 @@ class ScoreFusion(_Fusion):
     Args:
         searchers: Systems by name.
         settings: A weight for every system.
+        seen: The documents with training queries; none means all.
         name: What hits say they come from; "sum:A+B" if None.
     """
 
-    def __init__(self, searchers: Mapping[str, Searcher], *, settings: FusionSettings, name: str | None = None) -> None:
+    def __init__(
+        self,
+        searchers: Mapping[str, Searcher],
+        *,
+        settings: FusionSettings,
+        seen: Collection[str] | None = None,
+        name: str | None = None,
+    ) -> None:
         super().__init__(searchers, depth=settings.depth, name=name or "sum:" + "+".join(searchers))
         if settings.weights.keys() != searchers.keys():
             raise ConfigError(f"the fusion of {', '.join(searchers)} has weights for {', '.join(settings.weights)}")
         self.settings = settings
         self._weights = np.array([settings.weights[each] for each in searchers])
+        self._seen = seen
 
     @classmethod
     def train(
@@ -102,6 +122,7 @@ class ScoreFusion(_Fusion):
         *,
         out: Path,
         settings: FusionSettings | None = None,
+        seen: Collection[str] | None = None,
         name: str | None = None,
     ) -> Self:
         """Fits the weights on calibration queries and keeps them in the folder `out`.
@@ -111,6 +132,7 @@ class ScoreFusion(_Fusion):
             pairs: Queries with the doc_ids they ask for, unknown to every system.
             out: Where the weights are kept.
             settings: Depth; its weights are not used.
+            seen: The documents with training queries; none means all.
             name: What hits say they come from.
         """
         depth = (settings or FusionSettings()).depth
@@ -123,22 +145,35 @@ class ScoreFusion(_Fusion):
         examples = []
         for i, wanted in enumerate(relevant.values()):
             doc_ids, scores = _scaled([lists[each][i] for each in lists])
-            examples.append((scores, np.array([doc_id in wanted for doc_id in doc_ids], bool)))
-        weights = fit_weights(examples)
-        fitted = FusionSettings(depth, dict(zip(searchers, weights.tolist(), strict=True)))
+            gain = np.array([(doc_id in wanted) / len(wanted) for doc_id in doc_ids])
+            examples.append((scores, _unseen(doc_ids, seen), gain))
+        weights, constant, share = fit(examples)
+        fitted = FusionSettings(depth, dict(zip(searchers, weights.tolist(), strict=True)), constant)
+        shown = ", ".join(f"{each} {weight:.3f}" for each, weight in fitted.weights.items())
+        log.info(
+            "%-10s %s, unseen %+.3f: R@1 %.1f on %d queries", "weights", shown, constant, 100 * share, len(examples)
+        )
         folder.begin(out)
         folder.finish(out, "fusion", fitted)
-        return cls(searchers, settings=fitted, name=name)
+        return cls(searchers, settings=fitted, seen=seen, name=name)
 
     @classmethod
-    def load(cls, out: Path, searchers: Mapping[str, Searcher], *, name: str | None = None) -> Self:
-        """Opens what `train` wrote; the same systems are needed, by the same names."""
-        return cls(searchers, settings=folder.read(out, "fusion", FusionSettings), name=name)
+    def load(
+        cls,
+        out: Path,
+        searchers: Mapping[str, Searcher],
+        *,
+        seen: Collection[str] | None = None,
+        name: str | None = None,
+    ) -> Self:
+        """Opens what `train` wrote; the same systems are needed, by the same names, and the same seen documents."""
+        return cls(searchers, settings=folder.read(out, "fusion", FusionSettings), seen=seen, name=name)
 
     def _fused(self, hit_lists: Sequence[Sequence[Hit]], k: int) -> list[Hit]:
         doc_ids, scaled = _scaled(hit_lists)
+        parts = np.column_stack([scaled * self._weights, _unseen(doc_ids, self._seen) * self.settings.unseen])
         # fsum: exact, so that the order of the systems never decides a tie
-        scores = [math.fsum(row) for row in (scaled * self._weights).tolist()]
+        scores = [math.fsum(row) for row in parts.tolist()]
         best = sorted(zip(scores, doc_ids, strict=True), key=lambda each: (-each[0], each[1]))[:k]
         known = {hit.doc_id: hit for hit in merge_hits(hit_lists, k=max(len(doc_ids), 1))}
         return [
@@ -153,11 +188,8 @@ def ask(searchers: Mapping[str, Searcher], queries: list[str], depth: int) -> di
 
 
 def _scaled(hit_lists: Sequence[Sequence[Hit]]) -> tuple[list[str], npt.NDArray[np.float64]]:
-    """All documents found, and their scaled scores, (documents, systems)."""
-    rows: dict[str, int] = {}
-    for hits in hit_lists:
-        for hit in hits:
-            rows.setdefault(hit.doc_id, len(rows))
+    """All documents found, by doc_id, and their scaled scores, (documents, systems)."""
+    rows = {doc_id: row for row, doc_id in enumerate(sorted({hit.doc_id for hits in hit_lists for hit in hits}))}
     scaled = np.zeros((len(rows), len(hit_lists)))
     for column, hits in enumerate(hit_lists):
         if not hits:
@@ -169,51 +201,49 @@ def _scaled(hit_lists: Sequence[Sequence[Hit]]) -> tuple[list[str], npt.NDArray[
     return list(rows), scaled
 
 
-def fit_weights(
-    examples: Sequence[tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]],
-    *,
-    penalty: float = 1e-3,
-    steps: int = 2000,
-) -> npt.NDArray[np.float64]:
-    """Weights, not negative and summing to 1, under which the relevant documents stand out most.
+def _unseen(doc_ids: Sequence[str], seen: Collection[str] | None) -> npt.NDArray[np.bool_]:
+    return np.array([seen is not None and doc_id not in seen for doc_id in doc_ids], bool)
 
-    Maximises the mean log share of the relevant documents in a softmax of the weighted sums over the documents found,
-    less penalty / 2 |w|^2; with one relevant document per query this has one maximum. Its length is the sharpness of
-    the softmax and no part of a ranking.
+
+def fit(
+    examples: Sequence[tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.float64]]],
+) -> tuple[npt.NDArray[np.float64], float, float]:
+    """Weights that sum to 1, the constant of unseen documents, and the R@1 they give together.
+
+    A search along one of these numbers at a time, from equal weights and no constant, until none of them helps; among
+    values that are equally good the nearest to the one before is taken.
 
     Args:
-        examples: Per query the scores, (documents, systems), and which documents are relevant, (documents,).
-        penalty: Keeps weights finite where the calibration queries are answered perfectly.
-        steps: At most this many steps of accelerated, projected gradient ascent.
+        examples: Per query the scaled scores, (documents, systems), which documents are unseen, (documents,), and what each
+            would bring as the first hit, (documents,): its share of the relevant documents.
     """
-    usable = [(scores, relevant) for scores, relevant in examples if relevant.any() and not relevant.all()]
+    usable = [example for example in examples if example[2].any()]
     if not usable:
         raise DataError("no weights can be fitted: no system finds a relevant document for any calibration query")
-    sizes = np.array([len(relevant) for _, relevant in usable])
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    scores = np.concatenate([each for each, _ in usable])  # (all documents found, systems)
-    relevant = np.concatenate([each for _, each in usable])
-    # The curvature is at most the largest squared length of a row of scores.
-    rate = 1 / (float((scores**2).sum(axis=1).max()) + penalty)
-    weights = ahead = np.full(scores.shape[1], 1.0)
-    momentum = 1.0
-    for _ in range(steps):
-        logits = scores @ ahead
-        logits -= np.repeat(np.maximum.reduceat(logits, starts), sizes)
-        share = np.exp(logits)
-        right = share * relevant
-        share /= np.repeat(np.add.reduceat(share, starts), sizes)
-        # A relevant document far below all others has no share left to follow: the smallest number keeps 0 / 0 away.
-        right /= np.repeat(np.maximum(np.add.reduceat(right, starts), np.finfo(float).tiny), sizes)
-        slope = scores.T @ (right - share) / len(sizes) - penalty * ahead
-        moved = np.maximum(ahead + rate * slope, 0.0)
-        faster = (1 + math.sqrt(1 + 4 * momentum**2)) / 2
-        ahead = moved + (momentum - 1) / faster * (moved - weights)
-        change = float(np.abs(moved - weights).max())
-        weights, momentum = moved, faster
-        if change < 1e-7:
-            break
-    if not weights.any():
-        raise DataError("no weights can be fitted: on the calibration queries every system is worse than chance")
-    fitted: npt.NDArray[np.float64] = weights / weights.sum()
-    return fitted
+    systems = usable[0][0].shape[1]
+    widest = max(len(gain) for _, _, gain in usable)
+    values = np.full((len(usable), widest, systems + 1), -np.inf)  # (queries, documents, systems + constant)
+    gains = np.zeros((len(usable), widest))
+    for row, (scores, unseen, gain) in enumerate(usable):
+        values[row, : len(gain)] = np.column_stack([scores, unseen])
+        gains[row, : len(gain)] = gain
+    absent = np.isneginf(values[:, :, 0])
+    values[absent] = 0.0
+
+    def found(numbers: npt.NDArray[np.float64]) -> float:
+        first = np.where(absent, -np.inf, values @ numbers).argmax(axis=1)
+        return float(np.take_along_axis(gains, first[:, None], axis=1).sum() / len(examples))
+
+    numbers = np.append(np.ones(systems), 0.0)
+    best, improved = found(numbers), True
+    while improved:
+        improved = False
+        for place in range(systems + 1):
+            grid = UNSEEN if place == systems else WEIGHTS
+            for value in sorted(grid, key=lambda value: abs(value - numbers[place])):
+                tried = numbers.copy()
+                tried[place] = value
+                if tried[:systems].any() and (score := found(tried)) > best:
+                    best, numbers, improved = score, tried, True
+    total = numbers[:systems].sum()
+    return numbers[:systems] / total, float(numbers[systems] / total), best

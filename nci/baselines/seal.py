@@ -72,14 +72,14 @@ class SealSettings:
     temperature: float = 0.1
     unsupervised: int = 3
     source_words: int = 32
-    epochs: int = 3
-    batch_size: int = 32
+    epochs: int = 2
+    batch_size: int = 256
     learning_rate: float = 3e-5
     beam: int = 15
     power: float = 2.0
     repetition: float = 0.8
     max_occurrences: int = 10_000
-    queries_at_once: int = 16
+    queries_at_once: int = 64
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -32,7 +32,13 @@ KINDS = tuple(_PREPARATIONS)
 
 
 def prepare(
-    kind: str, src: Path, out: Path, *, on_error: Literal["fail", "skip"] = "fail", progress: bool = True
+    kind: str,
+    src: Path,
+    out: Path,
+    *,
+    max_chars: int | None = None,
+    on_error: Literal["fail", "skip"] = "fail",
+    progress: bool = True,
 ) -> Report:
     """Make a BEIR folder of a published data set; a run that was stopped goes on where it was.
 
@@ -40,9 +46,14 @@ def prepare(
         kind: One of KINDS.
         src: The folder with the downloaded files.
         out: The BEIR folder to make; what is there already must be empty or the result of the same files.
+        max_chars: Where pages of triviaqa are cut; none means where the paper cuts them.
         on_error: Stop at the first bad record, or skip it and list it in OUT/rejects.jsonl.
         progress: Show a bar on a terminal.
     """
     if kind not in _PREPARATIONS:
         raise ConfigError(f"unknown data set {kind!r}; there are: {', '.join(KINDS)}")
+    if max_chars is not None and kind != "triviaqa":
+        raise ConfigError(f"--max-chars cuts the pages of triviaqa; those of {kind} are taken as they are")
+    if max_chars is not None:
+        return prepare_triviaqa(src, out, max_chars=max_chars, on_error=on_error, progress=progress)
     return _PREPARATIONS[kind](src, out, on_error=on_error, progress=progress)

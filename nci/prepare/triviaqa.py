@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from nci.bad_lines import BadLine, Place, decode, id_value, kind, string_value
-from nci.errors import DataError
+from nci.errors import ConfigError, DataError
 from nci.prepare.beir import Entry, Input, Page, Record, check_folder, write_beir
 from nci.prepare.nq import needed
 from nci.prepare.report import Report
@@ -53,6 +53,8 @@ def prepare_triviaqa(
     Raises:
         DataError: A file or a page is missing, cut off or of another schema, or `out` holds something else.
     """
+    if max_chars < 1:
+        raise ConfigError(f"--max-chars is at least 1, not {max_chars}")
     inputs = _find_inputs(Path(src), max_chars)
     settings = {"kind": "triviaqa", "max_chars": max_chars}
     return write_beir(inputs, Path(out), settings=settings, expected=TRIVIAQA, on_error=on_error, progress=progress)

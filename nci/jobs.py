@@ -1,0 +1,129 @@
+"""Systems to compare -> their rankings in files, several processes at once: `nci compare --jobs`.
+
+A system is begun as soon as what it needs is made; what several need is made once. Results go through the files that
+`nci.compare` keeps anyway, so this leaves only latencies, which are measured when nothing else runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nci.compare import Task, check_names, judged, ranked, ranking_file
+from nci.console import set_up_logging
+from nci.errors import NciError
+from nci.records import Query
+from nci.systems import SHARED, make, needs, seeds_of
+from nci.workbench import Workbench
+
+log = logging.getLogger("nci")
+
+DIED = "its process died; is there enough memory?"
+Files = Mapping[Path, list[Query]]
+"""Rankings to write, each with its queries."""
+
+
+def rank_in_parallel(bench: Workbench, systems: Sequence[str], splits: Sequence[str], out: Path, *, jobs: int) -> None:
+    """Make every system with every seed and rank the splits, in so many processes.
+
+    What fails is named in one error after all that does not need it is done; the rankings of the others are kept.
+    """
+    check_names(bench, systems)
+    queries = {split: judged(bench, split)[0] for split in splits}
+    work: dict[Task, Files] = {}
+    for task in [(name, seed) for name in systems for seed in range(seeds_of(bench, name))]:
+        files = {ranking_file(bench, task, asked, split, out): asked for split, asked in queries.items()}
+        if missing := {file: asked for file, asked in files.items() if not file.with_suffix(".json").exists()}:
+            work[task] = missing
+    left = in_order(bench, work)
+    finished: set[Task] = set()
+    failed: dict[Task, str] = {}
+    while left:
+        ended = _run(bench, {task: work.get(task, {}) for task in left}, finished, jobs)
+        finished |= {task for task, reason in ended.items() if reason is None}
+        died = [task for task, reason in ended.items() if reason == DIED]
+        for task in died:  # with one process all of its pool die; alone it has all the memory, and is to blame
+            ended |= _run(bench, {task: work.get(task, {})}, finished, 1)
+        finished |= {task for task, reason in ended.items() if reason is None}
+        failed |= {task: reason for task, reason in ended.items() if reason is not None}
+        left = [task for task in left if task not in ended] if died else []
+    if failed:
+        reasons = "; ".join(f"{_label(task)}: {reason}" for task, reason in failed.items())
+        raise NciError(f"{reasons} (what the other systems found is kept)")
+
+
+def in_order(bench: Workbench, wanted: Iterable[Task]) -> list[Task]:
+    """What is wanted and what that needs, each after what it needs; what many wait for comes first."""
+    level: dict[Task, int] = {}
+
+    def place(task: Task) -> int:
+        if task not in level:
+            level[task] = 1 + max((place(other) for other in needs(bench, *task)), default=-1)
+        return level[task]
+
+    for task in wanted:
+        place(task)
+    return sorted(level, key=lambda task: (level[task], task[0] not in SHARED))
+
+
+def _run(bench: Workbench, tasks: Mapping[Task, Files], finished: set[Task], jobs: int) -> dict[Task, str | None]:
+    """Work on tasks in so many new processes until no more can begin: why each of those that were begun failed, or None.
+
+    A process that dies takes all with it: those then at work have DIED, and no others are begun.
+    """
+    ended: dict[Task, str | None] = {}
+    waiting, running = list(tasks), dict[Future[None], Task]()
+    threads = max(1, torch.get_num_threads() // jobs)
+    spawned = multiprocessing.get_context("spawn")  # a forked child cannot use a GPU that the parent has used
+    closed = replace(bench, made={})
+    pool = ProcessPoolExecutor(min(jobs, len(tasks)), spawned, _begin, (threads, log.level))
+    try:
+        while True:
+            done = finished | {task for task, reason in ended.items() if reason is None}
+            ready = [task for task in waiting if done.issuperset(needs(bench, *task))]
+            if DIED not in ended.values():
+                waiting = [task for task in waiting if task not in ready]
+                running |= {pool.submit(_work, closed, task, dict(tasks[task])): task for task in ready}
+            if not running:
+                return ended
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                error = future.exception()
+                reason = DIED if isinstance(error, BrokenProcessPool) else str(error) or type(error).__name__
+                ended[running.pop(future)] = reason if error is not None else None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(threads: int, level: int) -> None:
+    """A new process: its share of the cores, no bars, which would overwrite each other."""
+    torch.set_num_threads(threads)
+    os.environ["TQDM_DISABLE"] = "1"
+    set_up_logging(level)
+
+
+def _work(bench: Workbench, task: Task, files: Files) -> None:
+    name, seed = task
+    if name in SHARED:
+        SHARED[name](bench)
+    elif not files:
+        make(bench, name, seed)
+    for file, queries in files.items():
+        ranked(bench, task, queries, file, timed=False)
+    bench.made.clear()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what this process has cached would be missing in the others
+
+
+def _label(task: Task) -> str:
+    name, seed = task
+    return f"{name}, seed {seed}" if seed else name

@@ -1,0 +1,146 @@
+"""What systems are made of: the data, the settings, and a folder where everything made is kept.
+
+Every folder is named by a hash of what its contents depend on, so that a second call takes up what is there. Knows how
+queries are generated and indexes are built, but no system by name; `nci.systems` does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nci.assembly import load_embedder
+from nci.baselines import Searcher
+from nci.baselines.dense import DenseSettings
+from nci.baselines.dual_data import DualSettings
+from nci.baselines.knn import KnnSettings
+from nci.baselines.rerank import RerankSettings
+from nci.baselines.seal import SealSettings
+from nci.config import Config, CorpusConfig, content_key
+from nci.corpus import Dataset, fingerprint
+from nci.encoders import TextEncoder
+from nci.index import Index, build
+from nci.querygen import FILE, read_generated
+from nci.querygen_steps import Recipe, make_queries
+from nci.records import Document
+from nci.runtime import check_device
+from nci.training_data import split_pairs
+
+BASELINES: dict[str, type] = {
+    "dense": DenseSettings,
+    "knn": KnnSettings,
+    "dual": DualSettings,
+    "seal": SealSettings,
+    "rerank": RerankSettings,
+}
+"""Sections of settings of the baselines, as the command line calls them."""
+
+USUAL: dict[str, dict[str, Any]] = {"dual": {"refreshes": 3}}
+"""Where a comparison's defaults are not those of the section; dpr never refreshes its negatives."""
+
+NAMED: dict[str, set[str]] = {"dense": {"similarity", "backend"}, "dual": {"passage"}}
+"""What the name of a system decides, so that no flag does."""
+
+
+@dataclass
+class Workbench:
+    """Everything systems are made of.
+
+    Args:
+        folder: Where systems are built and kept.
+        config: Settings of the indexes; the baselines take its encoder.
+        generated_from: Where generated queries come from: a file, or how to make them; none means that there are none.
+        seeds: How many indexes stand behind a row of `nci`, each with its own tree and training.
+        variant_seeds: The same for its variants and for dsi; none means as many.
+        baselines: Settings of the baselines that differ from the usual, by section and name.
+        made: Systems that are open, with the bytes of what they keep.
+    """
+
+    dataset: Dataset
+    folder: Path
+    config: Config
+    device: str | None = None
+    generated_from: Path | Recipe | None = None
+    seeds: int = 1
+    variant_seeds: int | None = None
+    baselines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    made: dict[tuple[str, int], tuple[Searcher, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.settings: dict[str, Any] = {}
+        for section, kind in BASELINES.items():
+            usual = {"encoder": self.config.embed.encoder, **USUAL.get(section, {})}
+            self.settings[section] = kind(**{**usual, **self.baselines.get(section, {})})
+
+    @cached_property
+    def documents(self) -> list[Document]:
+        return list(self.dataset.documents(CorpusConfig()))
+
+    @cached_property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Training queries with their documents."""
+        return split_pairs(self.dataset, "train")
+
+    @cached_property
+    def generated(self) -> list[tuple[str, str]]:
+        """Generated queries with their documents: the same for every system that takes them; made where they are missing."""
+        source = self.generated_from
+        if isinstance(source, Recipe):
+            folder = self.folder / f"querygen-{self.generated_key}"
+            if not (folder / FILE).exists():
+                device = check_device(self.device)
+                make_queries(self.documents, self.pairs, out=folder, recipe=source, device=device)
+            source = folder
+        return read_generated(source) if source else []
+
+    @cached_property
+    def data_key(self) -> str:
+        """A hash of documents and training queries."""
+        return content_key(fingerprint(self.dataset.folder, CorpusConfig()), self.pairs)
+
+    @cached_property
+    def generated_key(self) -> str:
+        """A hash of all that decides the generated queries; they need not be made for it."""
+        recipe = isinstance(self.generated_from, Recipe)
+        return content_key(self.data_key, self.generated_from) if recipe else content_key(self.generated)
+
+    def folder_of(self, name: str, key: str) -> Path:
+        """Where a system is kept."""
+        return self.folder / f"{file_name(name)}-{key}"
+
+    def flat(self) -> tuple[list[Document], TextEncoder, NDArray[np.float32]]:
+        """Documents, the encoder of the settings, and the documents' vectors: those that indexes are made of."""
+        config = Config.from_dict({"embed": self.config.to_dict()["embed"], "train": {"epochs": 0}})
+        out = self.folder / f"untrained-{content_key(self.data_key, config)}.index"
+        index = build(self.dataset.folder, out, config, device=self.device)
+        by_id = {document.doc_id: document for document in self.documents}
+        encoder = load_embedder(index.config, index.generation / "embedder", check_device(self.device))
+        return [by_id[doc_id] for doc_id in index.doc_ids], encoder, index.vectors()
+
+    def index(self, seed: int, changes: Mapping[str, Mapping[str, Any]] | None = None, label: str = "nci") -> Index:
+        """An index of the data with its own seeds; `changes` are merged into the sections of the settings."""
+        values = self.config.to_dict()
+        for section, fields in (changes or {}).items():
+            values[section] |= fields
+        for section in ("tree", "train", "pairs"):
+            values[section]["seed"] = seed
+        generated = self.generated if values["pairs"]["generated"] > 0 else []
+        key = content_key(self.data_key, generated and self.generated_key, values)
+        out = self.folder / f"{label}-{key}.index"
+        return build(self.dataset.folder, out, Config.from_dict(values), generated=generated, device=self.device)
+
+
+def file_name(name: str) -> str:
+    """The name of a system as part of a file's name.
+
+    >>> file_name("rrf:bm25+dense")
+    'rrf_bm25_dense'
+    """
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", name)

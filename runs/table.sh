@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# The full table of systems for every BEIR folder below DATA_ROOT: metrics, significance, latency and size of each.
+#
+#   runs/table.sh DATA_ROOT OUT              what the tables of the README are made with
+#   QUICK=1 runs/table.sh DATA_ROOT OUT      few systems, one seed, the preset fast: for two CPU cores
+#
+# OUT/NAME gets table.txt, table.json, table.tex, table.png and all that was built. The same command takes up a killed run,
+# and where everything is there it only prints. `nci compare --help` explains the systems.
+set -euo pipefail
+
+PYTHON=${PYTHON:-python}
+if [[ -n ${QUICK:-} ]]; then
+  SYSTEMS=${SYSTEMS:-bm25,bm25-okapi,bm25+trainq,dense,knn,rrf:bm25+dense,nci,nci-zeroed,nci-untrained}
+  SEEDS=${SEEDS:-1} JOBS=${JOBS:-1} PRESET=${PRESET:-fast}
+else
+  SYSTEMS=${SYSTEMS:-table}    # the list of the README
+  SEEDS=${SEEDS:-3}            # indexes behind the rows of nci; its variants have one
+  JOBS=${JOBS:-4}              # systems made at once
+  PRESET=${PRESET:-default}    # settings of the indexes, or a .yaml file
+fi
+
+[[ $# == 2 && -d $1 ]] || {
+  echo "${0##*/}: give the folder of the data sets and a folder for the results: ${0##*/} DATA_ROOT OUT" >&2
+  exit 2
+}
+root=$1 out=$2 found=0
+for data in "$root" "$root"/*; do
+  [[ -e $data/corpus.jsonl && -e $data/qrels/test.tsv ]] || continue
+  found=1 name=$(basename "$(realpath "$data")") splits=test
+  [[ -e $data/qrels/test-unseen.tsv ]] && splits=test,test-unseen
+  printf '\n== %s\n' "$name" >&2
+  mkdir -p "$out/$name"
+  "$PYTHON" -m nci compare "$data" --systems "$SYSTEMS" --split "$splits" --seeds "$SEEDS" --variant-seeds 1 --jobs "$JOBS" --preset "$PRESET" \
+    -o "$out/$name" --json "$out/$name/table.json" --latex "$out/$name/table.tex" --plot "$out/$name/table.png" |
+    tee "$out/$name/table.txt"
+done
+((found)) || {
+  echo "${0##*/}: there is no BEIR folder in $root: corpus.jsonl, queries.jsonl and qrels/test.tsv were expected" >&2
+  exit 1
+}

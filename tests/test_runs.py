@@ -1,0 +1,269 @@
+"""The scripts in runs/: every row of the paper's tables is settings of an index, and all steps run, tiny, from end to end."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import prepare_samples as samples
+import pytest
+import torch
+import yaml
+from tiny import environment, make_beir, make_documents, make_encoder, make_queries, make_tokenizer, models, tiny_values
+from tokenizers.processors import TemplateProcessing
+
+from nci import store
+from nci.cli import COMMANDS, main
+from nci.config import Config
+from nci.querygen import QueryGenConfig, generate_queries, read_generated
+from nci.runtime import quiet
+from nci.systems import MAKERS
+
+RUNS = Path(__file__).parent.parent / "runs"
+SCRIPTS = {name: (RUNS / f"{name}.sh").read_text(encoding="utf-8") for name in ("nq320k", "triviaqa", "table", "paper")}
+DOCS = (RUNS.parent / "docs" / "reproduce.md").read_text(encoding="utf-8")
+DOCUMENTS = make_documents(24)
+BY_ID = {document.doc_id: document for document in DOCUMENTS}
+# how each kind of row differs from the paper's model
+CHANGES: dict[str, dict[str, object]] = {
+    **{row: {} for row in ("small", "base", "large", "ensemble", "unconstrained")},
+    "no-generated": {"pairs.generated": 0.0},
+    "no-documents": {"pairs.span_share": 0.0},
+    "no-pawa": {"model.head": "tied", "model.adapter_layers": 0},
+    "no-semantic": {"tree.ids": "random"},
+    "no-regularisation": {"train.alpha": 0.0},
+    **{f"layers-{layers}": {"model.adapter_layers": layers} for layers in (1, 2, 6, 8)},
+    **{f"alpha-{alpha}": {"train.alpha": alpha} for alpha in (0.1, 0.2, 0.3)},
+}
+
+
+def script(name: str, *arguments: Path | str, **chosen: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(RUNS / f"{name}.sh"), *map(str, arguments)]
+    variables = environment(PYTHON=sys.executable, **chosen)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+
+
+def expected(name: str) -> dict[str, list[str]]:
+    """The paper's values as a script has them: row -> values."""
+    tables = re.findall(r"^EXPECTED(?:_BASELINES)?='\n(.*?)'", SCRIPTS[name], re.M | re.S)
+    return {words[0]: words[1:] for table in tables for line in table.splitlines() if (words := line.split())}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny models: an encoder of documents, one of queries, a generator; and files as they are downloaded."""
+    root = tmp_path_factory.mktemp("runs")
+    return {
+        "encoder": make_encoder(root / "bert"),
+        "t5": make_encoder(root / "t5", kind="t5"),
+        "generator": make_generator(root / "generator"),
+        "nq320k": make_nq(root / "nq"),
+        "triviaqa": make_triviaqa(root / "triviaqa"),
+    }
+
+
+def make_generator(folder: Path) -> Path:
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = "[SEP]"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A [SEP]", special_tokens=[("[SEP]", 3)])
+    torch.manual_seed(0)
+    config = models.T5Config(
+        vocab_size=len(tokenizer), d_model=32, d_ff=32, d_kv=16, num_heads=2, num_layers=1,
+        pad_token_id=0, eos_token_id=3, decoder_start_token_id=0,
+    )  # fmt: skip
+    model = models.T5ForConditionalGeneration(config)
+    model.generation_config.suppress_tokens = [0, 1, 2]
+    with quiet():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_nq(folder: Path) -> Path:
+    def rows(pairs: list[tuple[str, str]], first: int) -> Iterator[dict[str, Any]]:
+        for number, (text, doc_id) in enumerate(pairs, start=first):
+            page = BY_ID[doc_id]
+            yield {**samples.simplified(number, page.title, page.text[:30], page.text), "question_text": text}
+
+    samples.write_lines(folder / "nq-train-00.jsonl.gz", rows(make_queries(DOCUMENTS, seed=2, each=2), 0))
+    samples.write_lines(folder / "nq-dev-00.jsonl.gz", rows(make_queries(DOCUMENTS[:12], seed=3), 900))
+    return folder
+
+
+def make_triviaqa(folder: Path) -> Path:
+    names = {document.doc_id: document.title.replace(" ", "_") + ".txt" for document in DOCUMENTS}
+    ids = list(names)
+    parts = {
+        part: [
+            samples.trivia(1000 * seed + number, text, names[doc_id], names[ids[number - 1]])  # two pages each
+            for number, (text, doc_id) in enumerate(make_queries(DOCUMENTS, seed=seed))
+        ]
+        for part, seed in (("train", 1), ("dev", 2))
+    }
+    return samples.make_triviaqa(folder, parts, {names[d.doc_id]: d.text for d in DOCUMENTS})
+
+
+def flat(values: dict[str, dict[str, object]]) -> dict[str, object]:
+    return {f"{section}.{name}": value for section, fields in values.items() for name, value in fields.items()}
+
+
+# ---- what the scripts say
+
+
+@pytest.mark.parametrize("row", CHANGES)
+def test_a_row_is_the_papers_model_with_one_thing_changed(row: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["bash", "-c", 'source "$0" && flags_of "$1"', str(RUNS / "paper.sh"), row]
+    flags = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()
+    assert main(["index", "DATA", "-o", "OUT", "--preset", "paper-base", *flags, "--print-config"]) == 0
+    settings, preset = flat(yaml.safe_load(capsys.readouterr().out)), flat(Config.preset("paper-base").to_dict())
+    assert {name: value for name, value in settings.items() if value != preset[name]} == CHANGES[row]
+
+
+@pytest.mark.parametrize("name", ["nq320k", "triviaqa"])
+def test_the_papers_values_are_whole(name: str) -> None:
+    rows = expected(name)
+    trained = {row for row in rows if row.removeprefix("ft-") in CHANGES}
+    assert trained >= set(CHANGES) - {"small"}
+    assert set(rows) - trained <= set(MAKERS)  # the baselines are systems of nci compare
+    for row, values in rows.items():
+        assert len(values) == 4
+        recall = [float(value) for value in values[:3] if value != "-"]
+        assert recall == sorted(recall)
+        assert 0 < recall[0] < 100
+        assert row not in trained or len(recall) == 3
+        assert row not in trained or f"| `{row}` | " in DOCS
+        assert row not in trained or f" {', '.join(values)} |" in DOCS
+
+
+def test_every_flag_in_the_scripts_and_their_page_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    known = "--standalone --nproc_per_node --nnodes --additional-suffix "  # of torchrun, of split
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        known += capsys.readouterr().out
+    for flag in set(re.findall(r"(?<![\w-])--[a-z][\w.-]+", "\n".join([*SCRIPTS.values(), DOCS]))):
+        assert re.search(rf"{re.escape(flag)}\b", known), flag
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ({"ROWS": "base no-such"}, "there is no row no-such; there are: base large"),
+        ({"ROWS": "layers-0"}, "there is no row layers-0"),
+        ({"GPUS": "3"}, "BATCH * GPUS is 48, which does not divide 128"),
+    ],
+)
+def test_what_is_chosen_wrong_is_said_before_anything_is_made(
+    chosen: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "src").mkdir()
+    result = script("triviaqa", tmp_path / "src", tmp_path / "out", **chosen)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"triviaqa.sh: {said}")
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["nq320k", "triviaqa", "table"])
+def test_the_folders_are_asked_for(name: str, tmp_path: Path) -> None:
+    for arguments in ([], [tmp_path], [tmp_path / "nothing", tmp_path / "out"]):
+        result = script(name, *arguments)
+        assert result.returncode == 2
+        assert result.stderr.startswith(f"{name}.sh: give the folder of the d")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_table_needs_data(tmp_path: Path) -> None:
+    result = script("table", tmp_path, tmp_path / "out")
+    assert result.returncode == 1
+    assert f"there is no BEIR folder in {tmp_path}" in result.stderr
+
+
+# ---- all of it, tiny
+
+
+@pytest.mark.slow
+def test_nq320k_from_files_to_an_ensemble_on_two_processes(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The generator is fine-tuned, two models of different trees are trained by two processes each, and merged."""
+    out = tmp_path / "out"
+    chosen = {"QUICK": "1", "GPUS": "2", "ROWS": "ft-ensemble", "BASELINES": "", "GENERATOR": str(folders["generator"])}
+    chosen |= {"ENCODER": str(folders["encoder"]), "T5": str(folders["t5"])}
+    result = script("nq320k", folders["nq320k"], out, **chosen)
+    assert result.returncode == 0, result.stderr[-3000:]
+    first, second = out / "index" / "ft-base", out / "index" / "ft-base-seed1"
+    for seed, index in enumerate((first, second)):
+        manifest = store.read_manifest(store.resolve(index))
+        assert set(manifest["seeds"].values()) == {seed}
+        assert manifest["config"]["train"]["accumulation"] == 1  # 2 processes x 16 queries are a step of 32
+        assert manifest["report"]["pairs"]["generated"] == len(read_generated(out / "generated-ft.jsonl")) > 0
+    (vectors,) = first.glob("build/embed-*/vectors.npy")
+    assert vectors.samefile(second / "build" / vectors.parent.name / "vectors.npy")  # embedded once
+    measured = json.loads((out / "results" / "ft-ensemble.json").read_text())
+    assert measured["queries"] == 12
+    recall = f"{100 * measured['metrics']['R@1']:.2f}"
+    assert f"| ft-ensemble | {recall} (72.78) |" in result.stdout
+    assert "| base | - (65.86) |" in result.stdout
+    assert (out / "table.md").read_text() == result.stdout[-len((out / "table.md").read_text()) :]
+    again = script("nq320k", folders["nq320k"], out, **chosen)
+    assert again.returncode == 0
+    assert again.stderr.count("== ") == 1  # the table, and nothing is made again
+
+
+@pytest.mark.slow
+def test_a_generator_that_cannot_be_read_leaves_no_queries(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    chosen = {"QUICK": "1", "ROWS": "base", "GENERATOR": str(tmp_path / "empty")}
+    result = script("triviaqa", folders["triviaqa"], tmp_path / "out", **chosen)
+    assert result.returncode == 2
+    assert f"triviaqa.sh: no queries were written; {tmp_path}/out/generated/part-*.log say why" in result.stderr
+    assert "nci querygen: " in (tmp_path / "out" / "generated" / "part-0.log").read_text()
+    assert not [*(tmp_path / "out").glob("generated.jsonl*")]
+
+
+@pytest.mark.slow
+def test_triviaqa_from_files_to_a_row_and_a_baseline(folders: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    chosen = {"QUICK": "1", "ROWS": "no-semantic", "BASELINES": "bm25+qg", "GENERATOR": "own"}
+    chosen |= {"ENCODER": str(folders["encoder"]), "T5": str(folders["t5"])}
+    result = script("triviaqa", folders["triviaqa"], out, **chosen)
+    assert result.returncode == 0, result.stderr[-3000:]
+    settings = store.read_manifest(store.resolve(out / "index" / "no-semantic"))["config"]
+    assert (settings["tree"]["ids"], settings["train"]["accumulation"]) == ("random", 2)
+    measured = json.loads((out / "results" / "no-semantic.json").read_text())["metrics"]
+    assert set(measured) == {"Success@1", "Success@5", "Success@20", "Success@100", "Rprec", "R@5", "R@20", "R@100"}
+    assert measured["Success@100"] == measured["R@100"] == 1.0  # there are fewer documents
+    assert "(93.07) | 100.00 (95.80) |" in result.stdout
+    assert "| bm25+qg | " in result.stdout
+    assert "| bm25+qg | - " not in result.stdout
+
+
+def test_parts_of_a_corpus_get_the_queries_of_the_whole(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Which is why several GPUs may share the work."""
+    generator, few = folders["generator"], QueryGenConfig(per_document=2, max_source=32, max_target=8)
+    parts = [DOCUMENTS[:10], DOCUMENTS[10:]]
+    whole = generate_queries(DOCUMENTS, generator=generator, out=tmp_path / "whole", settings=few)
+    written = [
+        generate_queries(part, generator=generator, out=tmp_path / str(number), settings=few)
+        for number, part in enumerate(parts)
+    ]
+    assert b"".join(path.read_bytes() for path in written) == whole.read_bytes()
+
+
+@pytest.mark.slow
+def test_a_table_for_every_data_set(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "data" / "no-data").mkdir(parents=True)
+    make_beir(tmp_path / "data" / "one")
+    settings = tmp_path / "tiny.yaml"
+    settings.write_text(yaml.safe_dump(tiny_values(folders["encoder"])))
+    chosen = {"QUICK": "1", "PRESET": str(settings), "SYSTEMS": "bm25,nci"}
+    result = script("table", tmp_path / "data", tmp_path / "out", **chosen)
+    assert result.returncode == 0, result.stderr[-3000:]
+    made = {path.name for path in (tmp_path / "out" / "one").iterdir()}
+    assert {"table.txt", "table.json", "table.tex", "table.png"} <= made
+    assert set(json.loads((tmp_path / "out" / "one" / "table.json").read_text())["systems"]) == {"bm25", "nci"}
+    assert [*(tmp_path / "out").iterdir()] == [tmp_path / "out" / "one"]
