@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
-import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -38,18 +36,11 @@ Nci = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)
-def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`main` sets up logging and the environment for a process of its own; times are taken in no time."""
+def _quick(monkeypatch: pytest.MonkeyPatch, as_before: None) -> None:
+    """Times are taken in no time."""
     monkeypatch.setattr(beam, "SECONDS", 0.001)
     monkeypatch.setattr(beam, "ROUNDS", 1)
     monkeypatch.setattr(beam, "BEAMS", (1, 4, 100))
-    log, environment = logging.getLogger("nci"), dict(os.environ)
-    handlers, level, propagate = log.handlers, log.level, log.propagate
-    yield
-    log.handlers, log.propagate = handlers, propagate
-    log.setLevel(level)
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 @pytest.fixture(scope="module")
@@ -69,19 +60,6 @@ def untrained(tmp_path_factory: pytest.TempPathFactory, encoder: Path, beir: Pat
 @pytest.fixture(scope="module")
 def index(folder: Path) -> Index:
     return nci.load(folder)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Nci:
-    """Runs a command in this process: exit code, standard output, standard error."""
-
-    def call(*argv: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = cli.main([str(word) for word in argv])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 def is_picture(path: Path) -> bool:

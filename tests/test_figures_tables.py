@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,6 @@ import pytest
 from tiny import tiny_config
 
 import nci
-from nci import cli
 from nci.bench import roofline
 from nci.bench.efficiency import PAPER, SIZES, Line, latex, nq320k_trie, text
 from nci.bench.shapes import synthetic_trie
@@ -23,30 +20,10 @@ Nci = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)
-def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`main` sets up logging and the environment for a process of its own; peaks are measured in no time."""
+def _quick(monkeypatch: pytest.MonkeyPatch, as_before: None) -> None:
+    """Peaks are measured in no time."""
     monkeypatch.setattr(roofline, "CPU_SIZES", (64,))
     monkeypatch.setattr(roofline, "CPU_COPY", 2**16)
-    log, environment = logging.getLogger("nci"), dict(os.environ)
-    handlers, level, propagate = log.handlers, log.level, log.propagate
-    yield
-    log.handlers, log.propagate = handlers, propagate
-    log.setLevel(level)
-    os.environ.clear()
-    os.environ.update(environment)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Nci:
-    """Runs a command in this process: exit code, standard output, standard error."""
-
-    def call(*argv: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = cli.main([str(word) for word in argv])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 # Efficiency

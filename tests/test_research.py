@@ -11,9 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from prepare_samples import corpus, make_nq, make_triviaqa, trivia
 from prepare_samples import write_lines as write_rows
+from safetensors.torch import load_file
 from tiny import make_beir, make_t5, tiny_flags, tiny_values, write_lines
 
 from nci.config import Config
@@ -23,7 +25,7 @@ from nci.index import Index
 from nci.querygen import QueryGenConfig, read_generated
 from nci.querygen_steps import Recipe
 from nci.research import changed
-from nci.systems import first_of_each, generated_source, make
+from nci.systems import first_of_each, generated_source, make, seeds_of
 from nci.workbench import Workbench
 
 Nci = Callable[..., tuple[int, str, str]]
@@ -332,3 +334,26 @@ def test_mistakes_in_preparing_are_one_line(run: Nci, ok: Ok, tmp_path: Path) ->
         assert (code, out, len(err.splitlines())) == (1, "", 1), err
         assert said in err
         assert not (tmp_path / "out").exists()
+
+
+def test_variants_may_have_fewer_seeds_than_nci(beir: Path, tmp_path: Path, encoder: Path) -> None:
+    dataset = open_dataset(beir)
+    assert dataset is not None
+    bench = Workbench(dataset, tmp_path, Config.from_dict(tiny_values(encoder)), seeds=3, variant_seeds=1)
+    assert [seeds_of(bench, name) for name in ("nci", "nci-zeroed", "nci-pure", "dsi", "bm25")] == [3, 3, 1, 1, 1]
+    bench.variant_seeds = None
+    assert [seeds_of(bench, name) for name in ("nci", "nci-pure", "bm25")] == [3, 3, 1]
+
+
+def test_ance_goes_on_from_dpr(beir: Path, tmp_path: Path, encoder: Path) -> None:
+    """The first round is not trained twice, and mined negatives move the weights further."""
+    dataset = open_dataset(beir)
+    assert dataset is not None
+    short = {"dual": {"epochs": 1, "refreshes": 1, "max_length": 24, "batch_size": 16}}
+    bench = Workbench(dataset, tmp_path, Config.from_dict(tiny_values(encoder)), device="cpu", baselines=short)
+    make(bench, "ance")
+    dpr, ance = (next(tmp_path.glob(f"{name}-*")) for name in ("dpr", "ance"))
+    settings = json.loads((ance / "dual.json").read_text())["settings"]
+    assert (settings["encoder"], settings["epochs"], settings["refreshes"]) == (str(dpr / "encoder"), 0, 1)
+    one, two = (load_file(folder / "encoder" / "model.safetensors") for folder in (dpr, ance))
+    assert any(not torch.equal(one[name], two[name]) for name in one)
