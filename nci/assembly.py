@@ -43,6 +43,7 @@ class Assembly:
         embedder: The encoder of the documents.
         query_encoder: The encoder of the queries before training; often the same.
         lexical: Lexical scores in leaf order, where the content score has them.
+        bias: (documents,) in leaf order, added to the content scores, where calibration found one.
     """
 
     config: Config
@@ -53,6 +54,7 @@ class Assembly:
     embedder: TextEncoder
     query_encoder: TextEncoder
     lexical: LexicalScores | None
+    bias: NDArray[np.float32] | None = None
 
     @cached_property
     def leaf_of_row(self) -> NDArray[np.int64]:
@@ -69,9 +71,13 @@ class Assembly:
         """A fresh model bound to the tree; `seen_rows` are documents with real queries, where unseen ones are spared."""
         torch.manual_seed(self.config.train.seed)
         model = fresh_model(self.config, self.trie, self.values, self.query_encoder, self.vectors.shape[1])
-        seen = None if seen_rows is None else np.isin(self.order, np.asarray(seen_rows, dtype=np.int64))
+        seen = None if seen_rows is None else self.seen(seen_rows)
         model.bind(self.trie, np.asarray(self.vectors, dtype=np.float32), seen)
         return model.to(device).eval()  # type: ignore[arg-type, no-any-return]
+
+    def seen(self, rows: Sequence[int]) -> NDArray[np.bool_]:
+        """(documents,) in leaf order: which are among these rows of the corpus."""
+        return np.isin(self.order, np.asarray(rows, dtype=np.int64))
 
     def engine(self, model: NCIModel) -> Engine:
         """Search with the weights as they are now."""
@@ -79,7 +85,7 @@ class Assembly:
             model,
             self.query_encoder.tokenizer,
             self.trie,
-            vectors=DocumentVectors(self.vectors),
+            vectors=DocumentVectors(self.vectors, bias=self.bias),
             precision=self.config.search.precision,
             lexical=self.lexical,
             embedder=self.embedder if model.config.query_vector == "stored" else None,

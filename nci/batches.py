@@ -75,7 +75,8 @@ class PlanDataset(Dataset[dict[str, Any]]):
         leaf_of_document: The plan counts documents as the corpus does, the model in leaf order.
         depths: (documents,) digits of each document's id, in leaf order.
         lexical: Lexical scores in leaf order, where the model's content score has them.
-        words_only: Leave the scores to be added up on the device: give `words`, `word_counts` (rows,) and `postings` instead.
+        words_only: Leave the scores to be added up on the device: give `words`, `word_counts` (rows,), `postings` and, where
+            the plan has them, `own_lexical` (rows,) instead.
         states: Outputs of a frozen encoder, instead of word pieces.
     """
 
@@ -114,13 +115,17 @@ class PlanDataset(Dataset[dict[str, Any]]):
             batch["query_vectors"] = torch.as_tensor(np.array(self.states.vectors[pairs]))
         if plan.vectors is not None:
             batch["query_vectors"] = torch.as_tensor(np.array(plan.vectors[pairs]))
+        own = None if plan.own_lexical is None else np.asarray(plan.own_lexical[pairs])
         if self.lexical is not None and self.words_only:
             places, mask = ragged(plan.word_starts, pairs)
             words = np.asarray(plan.words[places[mask]], dtype=np.int64)
             batch["words"], batch["word_counts"] = torch.as_tensor(words), torch.as_tensor(mask.sum(1))
             batch["postings"] = self.lexical.count_postings(words)
+            if own is not None:
+                batch["own_lexical"] = torch.as_tensor(own)
         elif self.lexical is not None:
-            batch["lexical"] = torch.as_tensor(self.lexical.normalised_columns([plan.pair_words(p) for p in pairs]))
+            words_of = [plan.pair_words(pair) for pair in pairs]
+            batch["lexical"] = torch.as_tensor(self.lexical.normalised_columns(words_of, own=own, documents=leaves))
         return batch
 
 

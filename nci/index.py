@@ -302,6 +302,7 @@ def build(
     *,
     queries: TrainingQueries | None = None,
     generated: TrainingQueries = (),
+    held_out: TrainingQueries = (),
     device: str | None = None,
 ) -> Index:
     """Index a corpus into the folder `out` and open it; a second call with the same input does nothing again.
@@ -311,6 +312,7 @@ def build(
         config: Settings, or the name of a preset; "fast" without a GPU and "default" with one when not given.
         queries: Training queries as (query, doc_id); a BEIR folder brings its own.
         generated: Queries that a generator wrote, as (query, doc_id).
+        held_out: The same by a generator that has not seen the queries which calibration withholds.
         device: cpu or cuda, for building and for searching afterwards; a GPU where there is one when not given.
     """
     from nci.parsers import default_preset
@@ -319,7 +321,7 @@ def build(
     if config is None:
         config = default_preset(["--device", device] if device else [])
     settings = Config.preset(config) if isinstance(config, str) else config
-    build_index(corpus, out, settings, queries=queries, generated=generated, device=device)
+    build_index(corpus, out, settings, queries=queries, generated=generated, held_out=held_out, device=device)
     return Index(out, device=check_device(device))
 
 

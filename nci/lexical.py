@@ -110,11 +110,16 @@ class LexicalScores:
         stopwords: Literal["en"] | None = "en",
     ) -> LexicalScores:
         """Computes the weights (Lucene's variant of BM25); the same texts give the same arrays, byte for byte."""
+        analyser = Analyser(stemmer, stopwords)
+        return cls.from_words(analyser.words(texts), analyser=analyser, k1=k1, b=b)
+
+    @classmethod
+    def from_words(cls, texts: Sequence[list[str]], *, analyser: Analyser, k1: float, b: float) -> LexicalScores:
+        """The same from texts that the analyser has read."""
         if k1 < 0 or not 0 <= b <= 1:
             raise ConfigError(f"BM25 needs k1 >= 0 and b between 0 and 1, not k1={k1}, b={b}")
-        analyser = Analyser(stemmer, stopwords)
         columns: dict[str, int] = {}
-        ids = [[columns.setdefault(word, len(columns)) for word in words] for words in analyser.words(texts)]
+        ids = [[columns.setdefault(word, len(columns)) for word in words] for words in texts]
         if not columns:  # bm25s divides by the mean length
             data, indices = np.zeros(0, np.float32), np.zeros(0, np.int32)
             indptr = np.zeros(1, np.int64)
@@ -180,6 +185,10 @@ class LexicalScores:
         """Weights, documents, and where the postings of each word begin."""
         return self._data, self._indices, self._indptr
 
+    def document_frequencies(self) -> dict[str, int]:
+        """How many documents hold each word."""
+        return dict(zip(self._columns, np.diff(self._indptr).tolist(), strict=True))
+
     def columns(self, queries: Sequence[str]) -> list[npt.NDArray[np.int32]]:
         """The known words of each query as numbers of columns; a word asked twice comes twice."""
         known = self._columns
@@ -201,9 +210,23 @@ class LexicalScores:
                 row[self._indices[start:end]] += self._data[start:end]
         return scores
 
-    def normalised_columns(self, queries: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.float32]:
-        """The same divided by each query's highest: 1 for its best document, 0 where no word matches."""
+    def normalised_columns(
+        self,
+        queries: Sequence[npt.NDArray[np.int32]],
+        *,
+        own: npt.NDArray[np.float32] | None = None,
+        documents: npt.NDArray[np.integer] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """The same divided by each query's highest: 1 for its best document, 0 where no word matches.
+
+        Args:
+            own: (queries,) the score that one document of each query has instead, NaN to leave it.
+            documents: (queries,) which document that is.
+        """
         scores = self.score_columns(queries)
+        if own is not None and documents is not None:
+            (rows,) = np.nonzero(~np.isnan(own))
+            scores[rows, documents[rows]] = own[rows]
         highest = scores.max(axis=1, initial=0.0, keepdims=True)  # (queries, 1)
         np.divide(scores, highest, out=scores, where=highest > 0)
         return scores

@@ -91,12 +91,16 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
             module.reset()
 
     def bind(
-        self, trie: Trie, vectors: NDArray[np.floating] | None = None, seen: NDArray[np.bool_] | None = None
+        self,
+        trie: Trie,
+        vectors: NDArray[np.floating] | None = None,
+        seen: NDArray[np.bool_] | None = None,
+        bias: NDArray[np.float32] | None = None,
     ) -> None:
-        """Attach the tree and, in leaf order, the document vectors (documents, width) and which documents are seen."""
+        """Attach the tree and, in leaf order, document vectors (documents, width), which are seen, and score biases."""
         if self.config.normalise != "children":
             trie = trie.with_end_token(self.config.values)
-        self.tree = TreeTables(trie, self.config, vectors, seen).to(self.device)
+        self.tree = TreeTables(trie, self.config, vectors, seen, bias).to(self.device)
 
     @property
     def tables(self) -> TreeTables:
@@ -123,8 +127,11 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
         assert self.anchor_weights is not None and self.tables.vectors is not None
         kappa, weight = self.anchor_weights.float().exp()
         scores = kappa * (query_vectors.float() @ self.tables.vectors.T)
-        total: Tensor = scores + weight * lexical.float() if lexical is not None else scores
-        return total
+        if lexical is not None:
+            scores = scores + weight * lexical.float()
+        if self.tables.bias is not None:
+            scores = scores + self.tables.bias
+        return cast(Tensor, scores)
 
     def anchors(
         self, query_vectors: Tensor | None, lexical: Tensor | None = None, closed: Tensor | None = None

@@ -75,7 +75,7 @@ def write_generation(folder: Path, parts: Parts) -> dict[str, object]:
     trie.save(folder / "trie.safetensors")
     if model.config.foldable:
         fold(model).save(folder / "edges.safetensors")
-    DocumentVectors(assembly.vectors).save(folder)
+    DocumentVectors(assembly.vectors, bias=assembly.bias).save(folder)
     np.save(folder / "centroids.npy", centroids_by_node(trie, parts.tree), allow_pickle=False)
     parts.documents.copy_in_order(folder, assembly.order)
     if assembly.lexical is not None:

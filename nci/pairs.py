@@ -75,15 +75,25 @@ def make_pairs(
         for text, document in real:
             yield Pair(text, document, SOURCES.index("real"))
     if config.generated > 0:
-        used: Counter[int] = Counter()
-        for text, document in generated:
-            used[document] += 1
-            if used[document] <= config.generated_queries:
-                yield Pair(text, document, SOURCES.index("generated"))
+        for text, document in first_of_each(generated, config.generated_queries):
+            yield Pair(text, document, SOURCES.index("generated"))
     if config.span_share > 0:
         for number, item in enumerate(documents):
             for piece in document_pieces(item, config, number=number):
                 yield Pair(piece, number, SOURCES.index("span"))
+
+
+def first_of_each(queries: Iterable[tuple[str, int]], count: int) -> Iterator[tuple[str, int]]:
+    """At most `count` queries of every document, the first ones, in their order.
+
+    >>> list(first_of_each([("a", 7), ("b", 7), ("c", 4)], 1))
+    [('a', 7), ('c', 4)]
+    """
+    used: Counter[int] = Counter()
+    for query in queries:
+        used[query[1]] += 1
+        if used[query[1]] <= count:
+            yield query
 
 
 def plan_batches(
@@ -137,6 +147,7 @@ def write_plan(
     batch_size: int,
     epochs: float,
     words: Callable[[list[str]], list[Ints]] | None = None,
+    own_lexical: Callable[[list[Pair]], NDArray[np.float32]] | None = None,
     vectors: Callable[[list[str]], NDArray[np.float32]] | None = None,
     total: int | None = None,
 ) -> BatchPlan:
@@ -144,9 +155,10 @@ def write_plan(
 
     Args:
         words: Gives the columns of the lexical scores of each text, where there are any.
+        own_lexical: Gives the lexical score of each pair's own document where it is not the one that search reads, else NaN.
         vectors: Gives the query vector of each text, where it does not come from the encoder in training.
     """
-    names = ("tokens", "lengths", "words", "word_counts", "vectors")
+    names = ("tokens", "lengths", "words", "word_counts", "own_lexical", "vectors")
     rows: dict[str, list[NDArray[np.generic]]] = {name: [] for name in names}
     documents: list[int] = []
     sources: list[int] = []
@@ -157,6 +169,8 @@ def write_plan(
             _append(rows, "tokens", "lengths", tokenize(texts))
             if words is not None:
                 _append(rows, "words", "word_counts", words(texts))
+            if own_lexical is not None:
+                rows["own_lexical"].append(own_lexical(block))
             if vectors is not None:
                 rows["vectors"].append(vectors(texts))
             documents += [pair.document for pair in block]
@@ -209,6 +223,7 @@ class BatchPlan:
         if self.has_words:
             self.words = load("words")
             self.word_starts = np.concatenate([[0], np.cumsum(load("word_counts"), dtype=np.int64)])
+        self.own_lexical = load("own_lexical") if (folder / "own_lexical.npy").exists() else None  # (pairs,) f32
         self.vectors = load("vectors") if (folder / "vectors.npy").exists() else None
         self.counts: dict[str, int] = json.loads((folder / "plan.json").read_text())["pairs"]
 

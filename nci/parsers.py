@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nci.config import (
+    CalibrateConfig,
     Config,
     CorpusConfig,
     EmbedConfig,
+    LexicalConfig,
     ModelConfig,
     PairsConfig,
     SearchConfig,
     TrainConfig,
     TreeConfig,
+    TuneConfig,
     presets,
 )
 from nci.errors import ConfigError
@@ -24,11 +27,14 @@ if TYPE_CHECKING:
 
 SECTIONS: dict[str, type] = {
     "corpus": CorpusConfig,
+    "tune": TuneConfig,
     "embed": EmbedConfig,
+    "lexical": LexicalConfig,
     "tree": TreeConfig,
     "pairs": PairsConfig,
     "model": ModelConfig,
     "train": TrainConfig,
+    "calibrate": CalibrateConfig,
     "search": SearchConfig,
 }
 
@@ -218,7 +224,7 @@ def compare(argv: Sequence[str]) -> ArgumentParser:
     parser.add_argument("--plot", metavar="FILE", default=None, help="Draw R@1 over latency (.png or .svg).")
     parser.add_argument("--device", default=None, help="cpu or cuda; a GPU is used where there is one.")
     parser.add_argument("--json", metavar="FILE", default=None, help="Write one JSON object; - is standard output.")
-    from nci.workbench import BASELINES, NAMED, USUAL
+    from nci.baselines.settings import BASELINES, NAMED, USUAL
 
     for name, section in BASELINES.items():
         parser.add_class_arguments(section, name, skip=NAMED.get(name, set()))

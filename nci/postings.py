@@ -29,21 +29,34 @@ class Postings:
         on_device = plan.to(self.device)  # in one piece: each transfer costs more than its bytes
         return self.add(on_device[: len(words)], on_device[len(words) :], self.lexical.count_postings(words))
 
-    def add(self, words: Tensor, counts: Tensor, total: int) -> Tensor:
+    def add(
+        self,
+        words: Tensor,
+        counts: Tensor,
+        total: int,
+        *,
+        own: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """The same for queries that are given as columns. Waits for nothing on the device.
 
         Args:
             words: Columns of the words, one query after the other.
             counts: (queries,) words of each query.
             total: Postings of all these words (`LexicalScores.count_postings`).
+            own: (queries,) the score, before it is normalised, that one document of each query has instead; NaN to leave it.
+            documents: (queries,) which document that is.
         """
-        queries, documents = len(counts), self.lexical.documents
+        queries, width = len(counts), self.lexical.documents
         query = torch.repeat_interleave(counts, output_size=len(words))
         first = self.starts[words]
         sizes = self.starts[words + 1] - first
         word = torch.repeat_interleave(sizes, output_size=total)
         posting = torch.arange(total, device=self.data.device) + (first - sizes.cumsum(0) + sizes)[word]
-        scores = torch.zeros(queries * documents, device=self.data.device)
-        scores.index_add_(0, self.rows[posting] + query[word] * documents, self.data[posting])
-        scores = scores.view(queries, documents)
+        scores = torch.zeros(queries * width, device=self.data.device)
+        scores.index_add_(0, self.rows[posting] + query[word] * width, self.data[posting])
+        scores = scores.view(queries, width)
+        if own is not None and documents is not None:
+            row = torch.arange(queries, device=self.data.device)
+            scores[row, documents] = torch.where(own.isnan(), scores[row, documents], own)
         return scores / scores.amax(1, keepdim=True).clamp(min=1e-12)

@@ -138,6 +138,8 @@ def needs(bench: Workbench, name: str, seed: int) -> list[tuple[str, int]]:
     found = [(part, 0) for part in parts_of(name)]
     if name in TAKE_GENERATED and isinstance(bench.generated_from, Recipe):
         found.append(("generated queries", 0))
+        if bench.config.calibrate.share:
+            found.append(("held-out queries", 0))
     if name in ("dense", "dense-hnsw"):
         found.append(("untrained index", 0))
     if name == "ance":
@@ -347,6 +349,7 @@ MAKERS: dict[str, Callable[[Workbench, int], Made]] = {
 COMPOSED: dict[str, Callable[[Workbench, str], Made]] = {"rrf": _fused, "sum": _summed, "rerank": _reranked}
 SHARED: dict[str, Callable[[Workbench], object]] = {
     "generated queries": lambda bench: bench.generated,
+    "held-out queries": lambda bench: bench.held_out,
     "untrained index": lambda bench: bench.flat(),
 }
 SECTION = {

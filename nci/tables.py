@@ -25,9 +25,12 @@ class TreeTables(nn.Module):
         config: NCIConfig,
         vectors: NDArray[np.floating] | None,
         seen: NDArray[np.bool_] | None = None,
+        bias: NDArray[np.float32] | None = None,
     ) -> None:
         super().__init__()
         self.trie = trie
+        self.bias: Tensor | None  # (documents,) added to the content scores
+        self.put("bias", bias, torch.float32)
         self.seen: Tensor | None  # (documents,) has a real training query
         self.seen_nodes: Tensor | None  # (nodes,) has such a document below it
         self.put("seen", seen, torch.bool)

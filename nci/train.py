@@ -177,7 +177,8 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
         """The batch with its lexical scores in place of its words."""
         if self.postings is not None:
             words, counts, total = (batch.pop(name) for name in ("words", "word_counts", "postings"))
-            batch["lexical"] = self.postings.add(words, counts, total)
+            own = batch.pop("own_lexical", None)
+            batch["lexical"] = self.postings.add(words, counts, total, own=own, documents=batch["documents"])
         return batch
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from nci.corpus import Dataset
 from nci.errors import DataError
@@ -18,16 +18,22 @@ TrainingQueries = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Everything with queries in it; documents are rows of the corpus."""
+    """Everything with queries in it; documents are rows of the corpus. `dev` is as much of `all_dev` as training asks."""
 
     real: list[tuple[str, int]] = field(default_factory=list)
     generated: list[tuple[str, int]] = field(default_factory=list)
     dev: list[tuple[Query, list[int]]] = field(default_factory=list)
+    all_dev: list[tuple[Query, list[int]]] = field(default_factory=list)
 
     @property
     def seen_rows(self) -> list[int]:
         """Documents with at least one real query."""
         return sorted({row for _, row in self.real})
+
+    def without(self, rows: Collection[int]) -> tuple[TrainingData, list[tuple[str, int]]]:
+        """The same without the real queries of some documents, and those queries."""
+        held = [pair for pair in self.real if pair[1] in rows]
+        return replace(self, real=[pair for pair in self.real if pair[1] not in rows]), held
 
 
 def split_pairs(dataset: Dataset | None, split: str) -> list[tuple[str, str]]:
@@ -77,7 +83,8 @@ def training_data(
 
     where = "qrels/train.tsv" if queries is None else "a training query"
     real = known(split_pairs(dataset, "train") if queries is None else queries, where)
-    data = TrainingData(real, known(generated, "a generated query"), judged_dev()[:dev_queries])
+    dev = judged_dev()
+    data = TrainingData(real, known(generated, "a generated query"), dev[:dev_queries], dev)
     if dropped:
         log.warning("%d judgements name documents that are not in the corpus: left out", dropped)
     return data

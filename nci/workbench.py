@@ -18,35 +18,17 @@ from numpy.typing import NDArray
 
 from nci.assembly import load_embedder
 from nci.baselines import Searcher
-from nci.baselines.dense import DenseSettings
-from nci.baselines.dual_data import DualSettings
-from nci.baselines.knn import KnnSettings
-from nci.baselines.rerank import RerankSettings
-from nci.baselines.seal import SealSettings
+from nci.baselines.settings import BASELINES, USUAL
+from nci.calibrate import withheld
 from nci.config import Config, CorpusConfig, content_key
 from nci.corpus import Dataset, fingerprint
 from nci.encoders import TextEncoder
-from nci.index import Index, build
+from nci.index import Index, build, load
 from nci.querygen import FILE, read_generated
 from nci.querygen_steps import Recipe, make_queries
 from nci.records import Document
 from nci.runtime import check_device
 from nci.training_data import split_pairs
-
-BASELINES: dict[str, type] = {
-    "dense": DenseSettings,
-    "knn": KnnSettings,
-    "dual": DualSettings,
-    "seal": SealSettings,
-    "rerank": RerankSettings,
-}
-"""Sections of settings of the baselines, as the command line calls them."""
-
-USUAL: dict[str, dict[str, Any]] = {"dual": {"refreshes": 3}}
-"""Where a comparison's defaults are not those of the section; dpr never refreshes its negatives."""
-
-NAMED: dict[str, set[str]] = {"dense": {"similarity", "backend"}, "dual": {"passage"}}
-"""What the name of a system decides, so that no flag does."""
 
 
 @dataclass
@@ -101,6 +83,19 @@ class Workbench:
         return read_generated(source) if source else []
 
     @cached_property
+    def held_out(self) -> list[tuple[str, str]]:
+        """Generated queries for calibration, by a generator that has not seen what is withheld; none from a file."""
+        if not isinstance(self.generated_from, Recipe):
+            return []
+        hidden = withheld((doc_id for _, doc_id in self.pairs), self.config.calibrate)
+        folder = self.folder / f"querygen-{content_key(self.generated_key, self.config.calibrate)}"
+        if not (folder / FILE).exists():
+            rest = [(query, doc_id) for query, doc_id in self.pairs if doc_id not in hidden]
+            device = check_device(self.device)
+            make_queries(self.documents, rest, out=folder, recipe=self.generated_from, device=device)
+        return read_generated(folder)
+
+    @cached_property
     def data_key(self) -> str:
         """A hash of documents and training queries."""
         return content_key(fingerprint(self.dataset.folder, CorpusConfig()), self.pairs)
@@ -119,7 +114,7 @@ class Workbench:
         """Documents, the encoder of the settings, and the documents' vectors: those that indexes are made of."""
         config = Config.from_dict({"embed": self.config.to_dict()["embed"], "train": {"epochs": 0}})
         out = self.folder / f"untrained-{content_key(self.data_key, config)}.index"
-        index = build(self.dataset.folder, out, config, device=self.device)
+        index = self._built(out, config)
         by_id = {document.doc_id: document for document in self.documents}
         encoder = load_embedder(index.config, index.generation / "embedder", check_device(self.device))
         return [by_id[doc_id] for doc_id in index.doc_ids], encoder, index.vectors()
@@ -131,10 +126,22 @@ class Workbench:
             values[section] |= fields
         for section in ("tree", "train", "pairs"):
             values[section]["seed"] = seed
-        generated = self.generated if values["pairs"]["generated"] > 0 else []
-        key = content_key(self.data_key, generated and self.generated_key, values)
-        out = self.folder / f"{label}-{key}.index"
-        return build(self.dataset.folder, out, Config.from_dict(values), generated=generated, device=self.device)
+        generated = values["pairs"]["generated"] > 0
+        key = content_key(self.data_key, generated and self.generated_from and self.generated_key, values)
+        return self._built(self.folder / f"{label}-{key}.index", Config.from_dict(values), generated=generated)
+
+    def _built(self, out: Path, config: Config, *, generated: bool = False) -> Index:
+        """An index from its folder; its name stands for all it depends on, so one that is there need not be looked into."""
+        if (out / "CURRENT").exists():
+            return load(out, device=check_device(self.device))
+        return build(
+            self.dataset.folder,
+            out,
+            config,
+            generated=self.generated if generated else [],
+            held_out=self.held_out if generated and config.calibrate.share else [],
+            device=self.device,
+        )
 
 
 def file_name(name: str) -> str:

@@ -90,6 +90,10 @@ def changed(section: str, name: str) -> Config:
         },
         "tree.ids": {"tree": {"ids": "random"}},
         "train.warmup": {"train": {"warmup": 0.5}},
+        "tune.refreshes": {"tune": {"epochs": 1, "refreshes": 2}},
+        "tune.lr": {"tune": {"lr": 0.5}},
+        "calibrate.share": {"calibrate": {"share": 0.5}},
+        "lexical.b": {"lexical": {"b": 0.5}},
         "model.dropout": {"model": {"dropout": 0.5}},
     }
     if f"{section}.{name}" in special:

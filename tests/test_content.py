@@ -70,17 +70,23 @@ def test_vectors_on_disk(tmp_path: Path, unit_vectors: Vectors) -> None:
     DocumentVectors(values).save(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["codes.npy", "scales.npy", "vectors.npy"]
     again = DocumentVectors.load(tmp_path)
-    assert all(isinstance(array, np.memmap) for array in vars(again).values()), "nothing is read before it is needed"
+    read = [array for name, array in vars(again).items() if name != "bias"]
+    assert all(isinstance(array, np.memmap) for array in read), "nothing is read before it is needed"
+    assert again.bias is None
     np.testing.assert_array_equal(again.values, values.astype(np.float16))
     fresh = DocumentVectors(values).quantised()
     np.testing.assert_array_equal(again.codes, fresh.codes)
     np.testing.assert_array_equal(again.scales, fresh.scales)
     assert again.quantised().codes is again.codes, "stored codes are used as they are"
+    bias = np.arange(9, dtype=np.float32)
+    DocumentVectors(values, bias=bias).save(tmp_path)
+    np.testing.assert_array_equal(DocumentVectors.load(tmp_path).bias, bias)
+    assert DocumentVectors(values, bias=bias).quantised().bias is bias
 
 
-@pytest.mark.parametrize("name", ["codes", "scales", "vectors"])
+@pytest.mark.parametrize("name", ["codes", "scales", "vectors", "bias"])
 def test_refuses_vectors_that_do_not_fit(tmp_path: Path, unit_vectors: Vectors, name: str) -> None:
-    DocumentVectors(unit_vectors(9)).save(tmp_path)
+    DocumentVectors(unit_vectors(9), bias=np.zeros(9, np.float32)).save(tmp_path)
     np.save(tmp_path / f"{name}.npy", np.load(tmp_path / f"{name}.npy")[:-1])
     with pytest.raises(DataError, match="do not fit"):
         DocumentVectors.load(tmp_path)
@@ -121,6 +127,37 @@ def test_postings_equal_lexical_scores(documents: list[str], asked: list[str]) -
     np.testing.assert_allclose(found.numpy(), lexical.normalised(asked), atol=1e-6)
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    documents=st.lists(texts, min_size=1, max_size=6),
+    asked=st.lists(
+        st.tuples(texts, st.just(np.nan) | st.floats(0, 3, width=32), st.integers(0, 5)), min_size=1, max_size=5
+    ),
+)
+def test_one_document_of_each_query_may_have_another_score(
+    documents: list[str], asked: list[tuple[str, float, int]]
+) -> None:
+    lexical = LexicalScores.build(documents)
+    columns = lexical.columns([text for text, _, _ in asked])
+    own = np.array([score for _, score, _ in asked], np.float32)
+    which = np.array([document % len(documents) for _, _, document in asked])
+    wanted = lexical.score_columns(columns)
+    for row, (score, document) in zip(wanted, zip(own, which, strict=True), strict=True):
+        if not np.isnan(score):
+            row[document] = score
+        row /= row.max() or 1.0
+    np.testing.assert_allclose(lexical.normalised_columns(columns, own=own, documents=which), wanted, atol=1e-6)
+    words = np.concatenate(columns).astype(np.int64)
+    found = Postings(lexical, "cpu").add(
+        torch.as_tensor(words),
+        torch.tensor([len(each) for each in columns]),
+        lexical.count_postings(words),
+        own=torch.as_tensor(own),
+        documents=torch.as_tensor(which),
+    )
+    np.testing.assert_allclose(found.numpy(), wanted, atol=1e-6)
+
+
 def test_a_word_asked_twice_counts_twice() -> None:
     postings = Postings(LexicalScores.build(["red cat", "red", "cat dog"]), "cpu")
     once, twice = postings.normalised(["red cat", "red red red cat"])
@@ -137,6 +174,7 @@ def test_a_word_asked_twice_counts_twice() -> None:
     lexical=st.booleans(),
     asked=st.lists(texts, min_size=1, max_size=4),
     on_gpu=st.booleans(),
+    biased=st.booleans(),
     data=st.data(),
 )
 def test_anchors_equal_those_of_the_model(
@@ -147,14 +185,17 @@ def test_anchors_equal_those_of_the_model(
     lexical: bool,
     asked: list[str],
     on_gpu: bool,
+    biased: bool,
     data: st.DataObject,
 ) -> None:
     model = make_model(ids, anchor=anchor, kappa=7.0, lexical=3.0)
     trie, vectors = model.tables.trie, unit_vectors(len(ids))
+    bias = np.linspace(-3, 3, len(ids)).astype(np.float32) if biased else None
+    model.bind(trie, vectors, bias=bias)
     words = None
     if lexical:
         words = LexicalScores.build(data.draw(st.lists(texts, min_size=len(ids), max_size=len(ids))))
-    content = Content(model, trie, DocumentVectors(vectors), words, precision="fp32", device="cpu")
+    content = Content(model, trie, DocumentVectors(vectors, bias=bias), words, precision="fp32", device="cpu")
     assert content.exact == (anchor == "exact")
     if on_gpu and content.lexical is not None:  # what a GPU adds up itself
         content.postings = Postings(content.lexical, "cpu")

@@ -254,18 +254,25 @@ def test_the_plan_reads_back_what_was_tokenised(tmp_path: Path) -> None:
         assert sorted(pair for batch in range(len(read)) for pair in read.rows(batch)) == list(range(len(PAIRS)))
         assert not read.has_words
         assert read.vectors is None
+        assert read.own_lexical is None
         assert read.counts == {"real": 1, "span": 20, "generated": 1}
 
 
-def test_words_and_vectors_are_kept_with_their_pair(tmp_path: Path) -> None:
+def test_words_scores_and_vectors_are_kept_with_their_pair(tmp_path: Path) -> None:
     def words(texts: list[str]) -> list[NDArray[np.int32]]:
         return [np.arange(len(text) % 3, dtype=np.int32) + len(text) for text in texts]  # some have none
 
     def vectors(texts: list[str]) -> NDArray[np.float32]:
         return np.array([[len(text), hash(text) % 7] for text in texts], dtype=np.float32)
 
-    read = write(tmp_path / "plan", PAIRS, words=words, vectors=vectors)
+    def own(pairs: list[Pair]) -> NDArray[np.float32]:
+        return np.array([pair.document / 4 if pair.source else np.nan for pair in pairs], np.float32)
+
+    read = write(tmp_path / "plan", PAIRS, words=words, vectors=vectors, own_lexical=own)
     assert read.has_words
+    assert read.own_lexical is not None
+    assert read.own_lexical.dtype == np.float32
+    np.testing.assert_array_equal(read.own_lexical, own(PAIRS))
     assert read.vectors is not None
     for number, pair in enumerate(PAIRS):
         assert read.pair_words(number).tolist() == words([pair.text])[0].tolist()

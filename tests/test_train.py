@@ -152,11 +152,26 @@ def test_scores_added_up_on_the_device_are_those_of_the_items(workshop: Workshop
     assert workshop.lexical is not None
     postings, dataset = Postings(workshop.lexical, "cpu"), workshop.dataset(words_only=True)
     for number in range(len(workshop.plan)):
-        batch = dataset[number]
-        found = postings.add(batch["words"], batch["word_counts"], batch["postings"])
-        torch.testing.assert_close(found, workshop.batch(number)["lexical"], atol=1e-6, rtol=1e-5)
-        trainer = SimpleNamespace(postings=postings)
-        assert set(PlanTrainer.with_scores(trainer, batch)) == set(workshop.batch(number))  # type: ignore[arg-type]
+        trainer, wanted = SimpleNamespace(postings=postings), workshop.batch(number)
+        batch = PlanTrainer.with_scores(trainer, dataset[number])  # type: ignore[arg-type]
+        assert set(batch) == set(wanted)
+        torch.testing.assert_close(batch["lexical"], wanted["lexical"], atol=1e-6, rtol=1e-5)
+
+
+def test_a_real_query_does_not_find_its_document_by_having_been_appended_to_it(workshop: Workshop) -> None:
+    """Only the score of the own document changes; pieces of documents keep all of theirs."""
+    plan, lexical = workshop.plan, workshop.lexical
+    assert lexical is not None
+    assert plan.own_lexical is not None
+    for number in range(len(plan)):
+        batch, pairs = workshop.batch(number), plan.rows(number)
+        scores = lexical.score_columns([plan.pair_words(pair) for pair in pairs])
+        rows, leaves = np.arange(len(pairs)), batch["documents"].numpy()
+        real, before = plan.sources[pairs] == 0, scores[rows, leaves]
+        scores[rows, leaves] = np.where(real, plan.own_lexical[pairs], before)
+        assert (scores[rows, leaves] < before).tolist() == real.tolist()
+        wanted = scores / scores.max(1, keepdims=True).clip(1e-12)
+        np.testing.assert_allclose(batch["lexical"].numpy(), wanted, atol=1e-6)
 
 
 def test_an_item_knows_how_long_its_ids_are(workshop: Workshop) -> None:

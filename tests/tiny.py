@@ -29,6 +29,7 @@ from nci.assembly import Assembly
 from nci.batches import PlanDataset
 from nci.config import Config
 from nci.encoders import TextEncoder
+from nci.expansion import OwnScores, appended_queries, expanded_scores
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.pairs import BatchPlan, make_pairs, write_plan
@@ -238,9 +239,10 @@ def make_workshop(folder: Path, encoder_folder: Path, **changes: Mapping[str, ob
     vectors = encoder.encode([document.content for document in documents])
     tree = build_tree(vectors, config.tree, progress=False)
     trie, order = Trie.from_paths(tree.paths)
-    lexical = LexicalScores.build([document.content for document in documents])
     rows = {document.doc_id: row for row, document in enumerate(documents)}
     real = [(text, rows[doc_id]) for text, doc_id in make_queries(documents[::2], seed=2, each=2)]
+    appended = appended_queries(config.lexical, real=real, generated=())
+    lexical, own = expanded_scores([document.content for document in documents], appended, config.lexical)
     plan = write_plan(
         folder / "plan",
         make_pairs(documents, config.pairs, real=real),
@@ -249,6 +251,7 @@ def make_workshop(folder: Path, encoder_folder: Path, **changes: Mapping[str, ob
         batch_size=config.train.batch_size,
         epochs=config.train.epochs,
         words=lexical.columns,
+        own_lexical=OwnScores(appended, own),
     )
     assembly = Assembly(config, trie, tree.values, order, vectors[order], encoder, encoder, None)
     model = assembly.model(seen_rows=[row for _, row in real])

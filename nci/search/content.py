@@ -30,11 +30,12 @@ _DOCUMENTS_AT_ONCE = 65536
 
 @dataclass(frozen=True)
 class DocumentVectors:
-    """Vectors of length 1 in leaf order, and the same as int8."""
+    """Vectors of length 1 in leaf order, the same as int8, and what is added to the content score of each document."""
 
     values: NDArray[np.floating]  # (documents, width)
     codes: NDArray[np.int8] | None = None  # (documents, width)
     scales: NDArray[np.float32] | None = None  # (documents,) values = codes * scales, nearly
+    bias: NDArray[np.float32] | None = None  # (documents,)
 
     def quantised(self) -> DocumentVectors:
         """With codes, computed now where there are none."""
@@ -47,15 +48,17 @@ class DocumentVectors:
             scale = np.maximum(np.abs(part).max(1, initial=0.0), 1e-12) / 127
             codes[start : start + len(part)] = np.rint(part / scale[:, None])
             scales[start : start + len(part)] = scale
-        return DocumentVectors(self.values, codes, scales)
+        return DocumentVectors(self.values, codes, scales, self.bias)
 
     def save(self, folder: Path) -> None:
-        """`vectors.npy` as float16, `codes.npy` as int8 with their scales."""
+        """`vectors.npy` as float16, `codes.npy` as int8 with their scales, `bias.npy` where there is one."""
         coded = self.quantised()
         np.save(folder / "vectors.npy", np.asarray(self.values, dtype=np.float16), allow_pickle=False)
         for name, array in (("codes", coded.codes), ("scales", coded.scales)):
             assert array is not None
             np.save(folder / f"{name}.npy", array, allow_pickle=False)
+        if self.bias is not None:
+            np.save(folder / "bias.npy", self.bias, allow_pickle=False)
 
     @classmethod
     def load(cls, folder: Path) -> DocumentVectors:
@@ -70,7 +73,10 @@ class DocumentVectors:
         )
         if codes.shape != values.shape or scales.shape != values.shape[:1]:
             raise DataError(f"codes.npy {codes.shape} and vectors.npy {values.shape} do not fit; build the index again")
-        return cls(values, codes, scales)
+        bias = np.load(folder / "bias.npy", allow_pickle=False) if (folder / "bias.npy").exists() else None
+        if bias is not None and bias.shape != scales.shape:
+            raise DataError(f"bias.npy {bias.shape} and vectors.npy {values.shape} do not fit; build the index again")
+        return cls(values, codes, scales, bias)
 
 
 class Content:
@@ -109,6 +115,7 @@ class Content:
             # float16 has three bits more than bfloat16, and numbers below 1 need no wider range
             dtype = torch.float32 if precision == "fp32" else torch.float16
             self.rows = _mapped(vectors.values).to(device, dtype)
+        self.bias = None if vectors.bias is None else torch.as_tensor(vectors.bias, device=device).unsqueeze(1)
         self.sums = LevelSums(trie, device) if self.exact else None
 
     @torch.inference_mode()
@@ -127,6 +134,8 @@ class Content:
         scores = products.mul_(self.kappa)
         if words is not None:
             scores.add_(words.T, alpha=self.weight)
+        if self.bias is not None:
+            scores.add_(self.bias)
         return self.sums(scores).T
 
     def _products(self, vectors: Tensor) -> Tensor:

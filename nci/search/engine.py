@@ -99,7 +99,8 @@ class Engine:
     def reference(self) -> NCIModel:
         """The model itself, bound to the tree: what plain and exhaustive searches and explanations ask."""
         if self.model.tree is None:
-            self.model.bind(self.trie, None if self.vectors is None else np.asarray(self.vectors.values, np.float32))
+            values = None if self.vectors is None else np.asarray(self.vectors.values, np.float32)
+            self.model.bind(self.trie, values, bias=None if self.vectors is None else self.vectors.bias)
         return self.model.to(self.device).eval()  # type: ignore[arg-type, no-any-return]
 
     def search(
@@ -191,11 +192,11 @@ class Engine:
     def _at_once(self, texts: list[str], tokens: list[list[int]], plan: Plan) -> list[_One]:
         assert self.backend is not None
         ids, lengths = self.backend.pad(tokens, pad=int(self.tokenizer.pad_token_id or 0), most=self.max_length)
-        found = self.backend.search(ids, lengths, texts, plan, self._stored(texts, len(lengths)))
+        found = self.backend.search(ids, lengths, texts, plan, self.stored_vectors(texts, len(lengths)))
         arrays = [part.numpy() for part in (found.nodes, found.scores, found.scored, found.short)]
         return [_One(*one) for one in zip(*arrays, strict=True)]
 
-    def _stored(self, texts: Sequence[str], rows: int) -> Tensor | None:
+    def stored_vectors(self, texts: Sequence[str], rows: int) -> Tensor | None:
         """Vectors of the stored encoder, where the anchor reads them."""
         if self.embedder is None:
             return None
@@ -244,7 +245,7 @@ class Engine:
         lexical = None
         if self.lexical is not None:
             lexical = torch.as_tensor(self.lexical.normalised(texts), device=self.device)
-        stored = self._stored(texts, len(texts))
+        stored = self.stored_vectors(texts, len(texts))
         anchors = model.anchors(vectors if stored is None else stored, lexical)
         return EncodedQueries(states, mask, vectors, anchors)
 

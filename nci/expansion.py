@@ -1,0 +1,90 @@
+"""Documents and their known queries -> BM25 of both together, and what of it each query would find without itself. No torch.
+
+A query that is appended to its document matches it word for word, which a query of tomorrow does not: read like that in
+training, the lexical score would seem better than it is. So a training query is scored against its own document as if it
+were not appended there (`OwnScores`); the scores of all other documents, and all of search, read every query.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nci.config import LexicalConfig
+from nci.lexical import Analyser, LexicalScores
+from nci.pairs import SOURCES, Pair, first_of_each
+
+Appended = list[tuple[str, int]]
+"""Queries and the documents, by number, that they are appended to."""
+
+
+def appended_queries(
+    config: LexicalConfig, *, real: Iterable[tuple[str, int]], generated: Iterable[tuple[str, int]]
+) -> Appended:
+    """The queries that BM25 reads as part of their documents; one that comes twice is appended twice."""
+    return [*(real if config.training else ()), *first_of_each(generated, config.generated)]
+
+
+def expanded_scores(
+    contents: Sequence[str], appended: Appended, config: LexicalConfig
+) -> tuple[LexicalScores, NDArray[np.float32]]:
+    """Scores of the documents, each followed by its queries on lines of their own, and `left_out` of every query."""
+    analyser = Analyser()
+    documents = analyser.words(contents)
+    queries = analyser.words([text for text, _ in appended])
+    for words, (_, document) in zip(queries, appended, strict=True):
+        documents[document] += words
+    lexical = LexicalScores.from_words(documents, analyser=analyser, k1=config.k1, b=config.b)
+    rows = [document for _, document in appended]
+    return lexical, left_out(documents, queries, rows, frequencies=lexical.document_frequencies(), config=config)
+
+
+def left_out(
+    documents: Sequence[list[str]],
+    queries: Sequence[list[str]],
+    rows: Sequence[int],
+    *,
+    frequencies: dict[str, int],
+    config: LexicalConfig,
+) -> NDArray[np.float32]:
+    """(queries,) BM25 of each query for the document in its row, which has its words, had it not been appended there once.
+
+    The document is shorter by the query's words and has each of them less often. Document frequencies and the mean length
+    stay: they are those that the scores of all other documents were computed with.
+    """
+    idf = {word: np.log1p((len(documents) - df + 0.5) / (df + 0.5)).item() for word, df in frequencies.items()}
+    mean = sum(map(len, documents)) / max(1, len(documents)) or 1.0
+    scores = np.zeros(len(queries), np.float32)
+    for row, numbers in groupby(sorted(range(len(rows)), key=rows.__getitem__), key=rows.__getitem__):
+        held = Counter(documents[row])
+        for number in numbers:
+            query = queries[number]
+            damping = config.k1 * (1 - config.b + config.b * (len(documents[row]) - len(query)) / mean)
+            scores[number] = sum(
+                times * idf[word] * left / (left + damping)
+                for word, times in Counter(query).items()
+                if (left := held[word] - times) > 0
+            )
+    return scores
+
+
+class OwnScores:
+    """The lexical score of each pair's own document where the pair's query is appended to it, else NaN.
+
+    Args:
+        scores: What `expanded_scores` gave for these queries.
+    """
+
+    def __init__(self, appended: Appended, scores: NDArray[np.float32]) -> None:
+        self.scores = dict(zip(appended, scores.tolist(), strict=True))
+
+    def __call__(self, pairs: Sequence[Pair]) -> NDArray[np.float32]:
+        piece = SOURCES.index("span")  # a piece of the document is no query, even if it reads like one
+        found = (
+            np.nan if pair.source == piece else self.scores.get((pair.text, pair.document), np.nan) for pair in pairs
+        )
+        return np.fromiter(found, np.float32, len(pairs))

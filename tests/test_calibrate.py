@@ -1,0 +1,229 @@
+"""Calibration: what is withheld, what the decoder says of every edge, the fitted weights, and an index that has them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import Workshop, make_workshop, tiny_config
+
+from nci import pipeline, store
+from nci.calibrate import Calibration, Evidence, Paths, fit, gather, withheld
+from nci.config import CalibrateConfig
+from nci.index import Index
+from nci.pipeline import build
+from nci.search import Engine
+from nci.search.content import DocumentVectors
+from nci.search.exhaustive import score_all
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, encoder: Path) -> Workshop:
+    """A model whose decoder says something."""
+    ready = make_workshop(tmp_path_factory.mktemp("shop"), encoder)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        ready.model.head.out.weight.normal_(std=0.3)
+        assert ready.model.head.bias is not None
+        ready.model.head.bias.normal_(std=0.5)
+    ready.model.eval()
+    return ready
+
+
+@pytest.fixture(scope="module")
+def engine(shop: Workshop, encoder: Path) -> Engine:
+    return engine_of(shop, encoder)
+
+
+def engine_of(shop: Workshop, encoder: Path, bias: Any = None) -> Engine:
+    from nci.encoders import TextEncoder
+
+    model = shop.model
+    assert model.tables.vectors is not None
+    return Engine.for_model(
+        model,
+        TextEncoder.load(encoder).tokenizer,
+        model.tables.trie,
+        vectors=DocumentVectors(model.tables.vectors.cpu().numpy(), bias=bias),
+        precision="fp32",
+        lexical=shop.lexical,
+        max_length=24,
+    )
+
+
+TEXTS = ["apple item0", "red pear", "a long way to the banana item7", "item3", "cherry"]
+
+
+def test_the_evidence_gives_the_probabilities_of_the_model(engine: Engine) -> None:
+    documents = engine.trie.documents
+    evidence = gather(engine, TEXTS, np.zeros(len(TEXTS), int), np.ones(documents, bool))
+    assert engine.model.anchor_weights is not None
+    weights = torch.cat([engine.model.anchor_weights.detach(), torch.tensor([0.0, 1.0])])
+    paths = Paths(engine.trie)
+    log_probs = paths.log_probs(evidence, weights)
+    found = paths.documents(log_probs)
+    torch.testing.assert_close(found, score_all(engine.reference, engine.encode(TEXTS)), atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(found.exp().sum(1), torch.ones(len(TEXTS)), atol=1e-4, rtol=0)
+    targets = torch.tensor([0, 5, 9, 2, documents - 1])
+    own = found.gather(1, targets[:, None]).squeeze(1)
+    torch.testing.assert_close(paths.of_targets(log_probs, targets), own)
+
+
+def test_few_queries_at_a_time_change_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = (engine, TEXTS, np.arange(len(TEXTS)), np.ones(engine.trie.documents, bool))
+    whole = gather(*arguments)
+    monkeypatch.setattr("nci.calibrate._AT_ONCE", 1)
+    for one, two in zip(vars(whole).values(), vars(gather(*arguments)).values(), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
+
+
+def test_the_constant_raises_documents_without_queries(engine: Engine) -> None:
+    """Half of the queries ask for documents without queries, which nothing else tells apart: the constant does."""
+    documents = engine.trie.documents
+    seen = np.arange(documents) % 4 != 0
+    rng = np.random.default_rng(0)
+    new, old = rng.choice(np.flatnonzero(~seen), 40), rng.choice(np.flatnonzero(seen), 40)
+    texts = [f"item{number}" for number in rng.integers(0, 9, 80)]
+    found = fit(engine, texts, np.concatenate([new, old]), seen)
+    assert found.unseen > 0.3
+    assert found.found["queries"] == {"seen": 40, "unseen": 40}
+    assert found.bias(seen).tolist() == [0.0 if each else pytest.approx(found.unseen) for each in seen]
+
+
+def test_a_decoder_that_only_disturbs_is_turned_down(engine: Engine) -> None:
+    """Queries that the content score answers, and a random decoder: what it says should not count."""
+    documents = engine.trie.documents
+    seen = np.arange(documents) % 2 == 0
+    evidence = gather(engine, TEXTS, np.zeros(len(TEXTS), int), seen)
+    content = evidence.scores(torch.tensor([3.0, 2.0, 0.0, 0.0])).argmax(1).numpy()
+    found = fit(engine, TEXTS * 4, np.tile(content, 4), seen)
+    assert found.residual < 0.6
+    assert found.kappa > 0
+    assert found.lexical > 0
+
+
+def test_an_applied_calibration_searches_as_it_was_fitted(
+    tmp_path: Path, encoder: Path, shop: Workshop, engine: Engine
+) -> None:
+    import copy
+
+    seen = np.arange(engine.trie.documents) % 3 != 0
+    calibration = Calibration(kappa=7.0, lexical=2.5, unseen=1.5, residual=0.4)
+    evidence = gather(engine, TEXTS, np.zeros(len(TEXTS), int), seen)
+    weights = torch.tensor([np.log(7.0), np.log(2.5), 1.5, 0.4], dtype=torch.float32)
+    paths = Paths(engine.trie)
+    wanted = paths.documents(paths.log_probs(evidence, weights))
+    changed = dataclasses.replace(shop, model=copy.deepcopy(shop.model))
+    calibration.apply(changed.model)
+    other = engine_of(changed, encoder, bias=calibration.bias(seen))
+    for ranking, row in zip(other.search(TEXTS, k=engine.trie.documents, beam=1000), wanted, strict=True):
+        np.testing.assert_allclose(ranking.scores, row[ranking.documents].numpy(), atol=1e-3)
+
+
+def test_what_is_withheld_depends_on_ids_and_seed_alone() -> None:
+    names = [f"d{number}" for number in range(200)]
+    chosen = withheld(names, CalibrateConfig(share=0.1))
+    assert len(chosen) == 20
+    assert withheld([*reversed(names), *names], CalibrateConfig(share=0.1)) == chosen
+    assert withheld(names, CalibrateConfig(share=0.1, seed=1)) != chosen
+    assert withheld(names, CalibrateConfig(share=0.2)) > chosen
+    assert withheld(names, CalibrateConfig()) == set()
+
+
+def test_evidence_without_a_lexical_part() -> None:
+    evidence = Evidence(torch.ones(1, 2), None, torch.zeros(1, 3), torch.zeros(1).long(), torch.tensor([0.0, 1.0]))
+    assert evidence.scores(torch.tensor([0.0, 9.0, 2.0, 1.0])).tolist() == [[1.0, 3.0]]
+
+
+# ---- in the pipeline
+
+
+@pytest.fixture
+def config(encoder: Path) -> Any:
+    return tiny_config(encoder, calibrate={"share": 0.4, "least": 4})
+
+
+def test_an_index_is_calibrated_on_what_a_first_build_has_not_seen(
+    beir: Path, tmp_path: Path, config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "nci")
+    out = tmp_path / "my.index"
+    generation = build(beir, out, config)
+    found = store.read_manifest(generation)["report"]["calibration"]
+    assert found["found"]["queries"]["unseen"] >= 4
+    index = Index(out)
+    assert index.engine.model.anchor_weights is not None
+    kappa, lexical = index.engine.model.anchor_weights.exp().tolist()
+    assert (kappa, lexical) == (pytest.approx(found["kappa"], rel=1e-4), pytest.approx(found["lexical"], rel=1e-4))
+    bias = np.load(generation / "bias.npy")
+    asked = {doc_id for doc_id in index.doc_ids if _asked(beir, doc_id)}
+    for doc_id, value in zip(index.doc_ids, bias, strict=True):
+        assert value == pytest.approx(0.0 if doc_id in asked else found["unseen"])
+    assert index.verify(2) == []
+    assert index.system("zeroed").search("apple item0", k=3)
+    assert not (out / "build" / "calibrate").exists()
+    assert sum("embed" in record.getMessage() for record in caplog.records if "in " in record.getMessage()) == 1
+    caplog.clear()
+    build(beir, out, config)
+    assert any("up to date" in record.getMessage() for record in caplog.records)
+
+
+def _asked(beir: Path, doc_id: str) -> bool:
+    rows = (beir / "qrels" / "train.tsv").read_text().splitlines()[1:]
+    return any(row.split("\t")[1] == doc_id for row in rows)
+
+
+def test_a_killed_calibration_goes_on(beir: Path, tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(*_: Any, **__: Any) -> Any:
+        raise Killed
+
+    whole = build(beir, tmp_path / "whole.index", config)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "fit", die)
+        with pytest.raises(Killed):
+            build(beir, tmp_path / "my.index", config)
+    generation = build(beir, tmp_path / "my.index", config)
+    files = [store.read_manifest(folder)["files"] for folder in (whole, generation)]
+    assert {name: entry["sha256"] for name, entry in files[0].items()} == {
+        name: entry["sha256"] for name, entry in files[1].items()
+    }
+
+
+def test_held_out_queries_replace_the_generated_ones_in_the_first_build(
+    beir: Path, tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nci.making import Making
+
+    seen: list[list[tuple[str, int]]] = []
+    original = Making.make
+
+    def make(self: Any, stages: Any, data: Any, *more: Any) -> Any:
+        seen.append(data.generated)
+        return original(self, stages, data, *more)
+
+    monkeypatch.setattr(Making, "make", make)
+    build(beir, tmp_path / "a", config, generated=[("by all", "d0")], held_out=[("by some", "d1"), ("x", "unknown")])
+    assert [[text for text, _ in queries] for queries in seen] == [["by some"], ["by all"]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"calibrate": {"share": 0.4, "least": 10_000}}, "could be withheld"),
+        ({"calibrate": {"share": 0.4}, "model": {"anchor": "none", "content": False}}, "needs --model.anchor exact"),
+    ],
+)
+def test_without_enough_nothing_is_fitted(
+    beir: Path, tmp_path: Path, encoder: Path, changes: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    generation = build(beir, tmp_path / "my.index", tiny_config(encoder, **changes))
+    assert "calibration" not in store.read_manifest(generation)["report"]
+    assert not (generation / "bias.npy").exists()
+    assert any(said in record.getMessage() for record in caplog.records)

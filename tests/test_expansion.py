@@ -1,0 +1,190 @@
+"""Documents with their queries in BM25: against the plain formula, and from the build to the batches of training."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import make_documents, make_queries, tiny_config
+
+from nci.config import LexicalConfig
+from nci.expansion import Appended, OwnScores, appended_queries, expanded_scores
+from nci.index import Index
+from nci.lexical import Analyser, LexicalScores
+from nci.pairs import SOURCES, BatchPlan, Pair
+from nci.pipeline import build
+
+REAL, SPAN, GENERATED = map(SOURCES.index, ("real", "span", "generated"))
+WORDS = ["red", "greens", "blue", "cats", "dog", "runs", "the", "Ähre", "x", "!"]
+texts = st.lists(st.sampled_from(WORDS), max_size=8).map(" ".join)
+
+
+@st.composite
+def collections(draw: st.DrawFn) -> tuple[list[str], Appended]:
+    """Documents, perhaps empty, and queries of some of them; few words, so that queries come twice."""
+    contents = draw(st.lists(texts, min_size=1, max_size=6))
+    rows = st.integers(0, len(contents) - 1)
+    return contents, draw(st.lists(st.tuples(texts, rows), max_size=8))
+
+
+def joined(contents: list[str], appended: Appended) -> list[str]:
+    return ["\n".join([text, *(query for query, of in appended if of == row)]) for row, text in enumerate(contents)]
+
+
+def naive(texts: list[str], query: str, row: int, config: LexicalConfig, *, without: bool) -> float:
+    """Lucene's BM25 of one query for one document, which may lack the query's own words once."""
+    documents, (words,) = Analyser().words(texts), Analyser().words([query])
+    mean = np.mean([len(document) for document in documents])
+    length = len(documents[row]) - without * len(words)
+    score = 0.0
+    for word in words:
+        df = sum(word in document for document in documents)
+        tf = documents[row].count(word) - without * words.count(word)
+        if tf:
+            idf = math.log(1 + (len(texts) - df + 0.5) / (df + 0.5))
+            score += idf * tf / (tf + config.k1 * (1 - config.b + config.b * length / mean))
+    return score
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    made=collections(),
+    k1=st.sampled_from([0.0, 0.9, 2.0]),
+    b=st.sampled_from([0.0, 0.4, 1.0]),
+)
+def test_scores_with_and_without_the_query_follow_the_formula(
+    made: tuple[list[str], Appended], k1: float, b: float
+) -> None:
+    contents, appended = made
+    config = LexicalConfig(k1=k1, b=b)
+    lexical, own = expanded_scores(contents, appended, config)
+    whole = joined(contents, appended)
+    assert own.shape == (len(appended),)
+    assert own.dtype == np.float32
+    for score, (query, row) in zip(own, appended, strict=True):
+        assert score == pytest.approx(naive(whole, query, row, config, without=True), abs=1e-5)
+        found = lexical.scores([query])[0, row]
+        assert found == pytest.approx(naive(whole, query, row, config, without=False), abs=1e-5)
+        if b == 0:  # else a shorter document may be worth more than the words in it
+            assert score <= found + 1e-6
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(made=collections())
+def test_documents_are_read_with_their_queries_on_lines_of_their_own(made: tuple[list[str], Appended]) -> None:
+    contents, appended = made
+    lexical, _ = expanded_scores(contents, appended, LexicalConfig(k1=1.2, b=0.7))
+    wanted = LexicalScores.build(joined(contents, appended), k1=1.2, b=0.7)
+    assert lexical.document_frequencies() == wanted.document_frequencies()
+    assert all((one == two).all() for one, two in zip(lexical.postings, wanted.postings, strict=True))
+
+
+def test_a_query_that_is_appended_twice_is_left_out_once() -> None:
+    contents, query = ["red cats", "blue dog", "a dog runs"], ("green dog", 0)
+    _, once = expanded_scores(contents, [query], LexicalConfig())
+    lexical, twice = expanded_scores(contents, [query, query], LexicalConfig())
+    assert once.tolist() == [0], "the text itself has none of its words"
+    assert 0 < twice[0] == twice[1] < lexical.scores(["green dog"])[0, 0]
+
+
+def test_which_queries_are_appended() -> None:
+    real, generated = [("a", 0), ("a", 0), ("b", 2)], [("c", 0), ("d", 1), ("e", 0), ("f", 0)]
+
+    def found(**settings: Any) -> Appended:
+        return appended_queries(LexicalConfig(**settings), real=real, generated=generated)
+
+    assert found() == [*real, *generated]
+    assert found(generated=2) == [*real, ("c", 0), ("d", 1), ("e", 0)]
+    assert found(training=False, generated=1) == [("c", 0), ("d", 1)]
+    assert found(training=False, generated=0) == []
+
+
+def test_only_pairs_whose_query_is_appended_to_their_document_have_a_score_of_their_own() -> None:
+    own = OwnScores([("red cat", 0), ("dog", 1)], np.array([0.25, 0.5], np.float32))
+    pairs = [
+        Pair("dog", 1, GENERATED),
+        Pair("red cat", 0, REAL),
+        Pair("red cat", 1, REAL),  # appended to another document
+        Pair("red", 0, GENERATED),  # not appended
+        Pair("dog", 1, SPAN),  # a piece of the text that reads the same
+    ]
+    np.testing.assert_array_equal(own(pairs), np.array([0.5, 0.25, np.nan, np.nan, np.nan], np.float32))
+    assert own([]).shape == (0,)
+
+
+# From the build to the batches
+
+
+def written(out: Path) -> tuple[LexicalScores, BatchPlan]:
+    (lexical,), (pairs,) = ((out / "build").glob(f"{name}-*") for name in ("lexical", "pairs"))
+    return LexicalScores.load(lexical), BatchPlan(pairs / "plan")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, encoder: Path, beir: Path) -> Path:
+    out = tmp_path_factory.mktemp("expanded") / "my.index"
+    generated = make_queries(make_documents(), seed=9, each=3)
+    build(beir, out, tiny_config(encoder, lexical={"generated": 2}, pairs={"generated": 1.0}), generated=generated)
+    return out
+
+
+def test_the_plan_knows_the_score_of_every_pair_without_itself(finished: Path) -> None:
+    documents = make_documents()
+    rows = {document.doc_id: row for row, document in enumerate(documents)}
+    real = [(text, rows[doc_id]) for text, doc_id in make_queries(documents[::2], seed=2, each=2)]
+    generated = [(text, rows[doc_id]) for text, doc_id in make_queries(documents, seed=9, each=3)]
+    appended = [*real, *(pair for number, pair in enumerate(generated) if number % 3 < 2)]
+    whole = joined([document.content for document in documents], appended)
+    lexical, plan = written(finished)
+    assert plan.own_lexical is not None
+    assert plan.own_lexical.shape == plan.documents.shape
+    queries = [*real, *generated]
+    assert plan.counts["real"] + plan.counts["generated"] == len(queries)
+    for number, (query, row) in enumerate(queries):
+        score = float(plan.own_lexical[number])
+        if (query, row) in appended:
+            assert score == pytest.approx(naive(whole, query, row, LexicalConfig(), without=True), abs=1e-5)
+            assert score < lexical.scores([query])[0, row], "appended, it would find itself"
+        else:
+            assert np.isnan(score)
+    assert np.isnan(plan.own_lexical[len(queries) :]).all(), "pieces of documents"
+    assert np.isnan(plan.own_lexical[: len(queries)]).any()
+
+
+def test_search_reads_all_queries(finished: Path) -> None:
+    lexical, _ = written(finished)
+    index = Index(finished)
+    assert index.engine.lexical is not None
+    for text, doc_id in make_queries(make_documents()[:6:2], seed=2, each=2):
+        leaf = index.doc_ids.index(doc_id)
+        found, plain = index.engine.lexical.scores([text])[0, leaf], lexical.scores([text])[0, int(doc_id[1:])]
+        assert found == plain > 0
+
+
+def test_without_queries_the_scores_are_those_of_the_documents(encoder: Path, beir: Path, tmp_path: Path) -> None:
+    config = tiny_config(encoder, lexical={"training": False, "generated": 0}, pairs={"generated": 1.0})
+    build(beir, tmp_path, config, generated=[("apple", "d1")])
+    lexical, plan = written(tmp_path)
+    wanted = LexicalScores.build([document.content for document in make_documents()])
+    assert plan.own_lexical is None
+    assert lexical.document_frequencies() == wanted.document_frequencies()
+    assert all((one == two).all() for one, two in zip(lexical.postings, wanted.postings, strict=True))
+
+
+def test_other_lexical_settings_redo_the_scores_and_the_plan_only(
+    finished: Path, encoder: Path, beir: Path, tmp_path: Path
+) -> None:
+    out = Path(shutil.copytree(finished, tmp_path / "my.index"))
+    before = {path.name for path in (out / "build").iterdir()}
+    generated = make_queries(make_documents(), seed=9, each=3)
+    config = tiny_config(encoder, lexical={"generated": 2, "k1": 1.5}, pairs={"generated": 1.0})
+    build(beir, out, config, generated=generated)
+    after = {path.name for path in (out / "build").iterdir()}
+    assert {name.split("-")[0] for name in after - before} == {"lexical", "pairs"}
+    assert {name.split("-")[0] for name in after & before} >= {"documents", "embed", "tree"}
