@@ -35,6 +35,7 @@ from nci.train import train
 from nci.training_data import TrainingData
 from nci.tree import Tree, build_tree, query_vectors
 from nci.trie import Trie
+from nci.tune import tune_encoder
 
 log = logging.getLogger("nci")
 
@@ -110,13 +111,19 @@ class Making:
     def query_key(self) -> str:
         return encoder_fingerprint(fetch_encoder(self.config.model.encoder or "")) if self.other_encoder else ""
 
-    @cached_property
-    def embed_key(self) -> str:
-        encoder = encoder_fingerprint(fetch_encoder(self.config.embed.encoder))
-        return content_key(self.corpus_key, self.config.embed, encoder)
+    def tunes(self, data: TrainingData) -> bool:
+        """Whether the encoder is trained before it embeds."""
+        return self.config.tune.epochs > 0 and bool(data.real or (data.generated and self.config.tune.generated))
+
+    def embed_key(self, data: TrainingData) -> str:
+        config = self.config
+        encoder = encoder_fingerprint(fetch_encoder(config.embed.encoder))
+        tuned = (config.tune, data.real, data.generated) if self.tunes(data) else ()
+        return content_key(self.corpus_key, config.embed, encoder, *tuned)
 
     def tree_key(self, data: TrainingData) -> str:
-        return content_key(self.embed_key, self.config.tree, data.real if self.config.tree.source == "queries" else 0)
+        real = data.real if self.config.tree.source == "queries" else 0
+        return content_key(self.embed_key(data), self.config.tree, real)
 
     def key(self, data: TrainingData) -> str:
         """Stands for everything that a trained model depends on."""
@@ -129,16 +136,18 @@ class Making:
             shared: Where vectors and tree are kept when they do not depend on the queries.
         """
         config, device = self.config, self.device
-        early = shared if shared is not None and config.tree.source != "queries" else stages
+        free = not self.tunes(data) and config.tree.source != "queries"
+        early = shared if shared is not None and free else stages
+        encoder = self._tune(stages, data) if self.tunes(data) else config.embed.encoder
 
         def embed(folder: Path) -> str:
-            documents = DocumentStream(self.documents)
-            embed_documents(documents, folder, config.embed, engine=self.engine, device=device)
+            documents, settings = DocumentStream(self.documents), replace(config.embed, encoder=str(encoder))
+            embed_documents(documents, folder, settings, engine=self.engine, device=device)
             return f"{len(documents):,} documents"
 
-        folder = early.run("embed", self.embed_key, embed)
+        folder = early.run("embed", self.embed_key(data), embed)
         vectors: NDArray[np.floating] = np.load(folder / "vectors.npy", mmap_mode="r", allow_pickle=False)
-        embedder = load_embedder(config, config.embed.encoder, device)
+        embedder = load_embedder(config, encoder, device)
         folder = early.run("tree", self.tree_key(data), lambda f: _tree(f, vectors, data, embedder, config, device))
         tree = Tree.load(folder / "tree.safetensors")
         trie, order = Trie.from_paths(tree.paths)
@@ -152,11 +161,32 @@ class Making:
         out = stages.folder / f"train-{self.key(data)}-{os.environ.get('WORLD_SIZE', '1')}"
         counts: dict[str, int] = {}
         if has_pairs(data, config):
-            input_key = content_key(self.embed_key, self.query_key)
+            input_key = content_key(self.embed_key(data), self.query_key)
             plan = _plan_stage(stages, input_key, self.documents, data, assembly, lexical, own_lexical)
             counts = plan.counts
             _train(model, plan, assembly, data, out, device=device)
         return Made(tree, assembly, model, counts, out)
+
+    def _tune(self, stages: Stages, data: TrainingData) -> Path:
+        """The folder of the encoder, trained on the pairs."""
+        config = self.config
+
+        def work(folder: Path) -> str:
+            doc_ids = self.documents.doc_ids()
+            real, generated = ([(text, doc_ids[row]) for text, row in pairs] for pairs in (data.real, data.generated))
+            tune_encoder(
+                list(load_documents(self.documents.path)),
+                real,
+                encoder=config.embed.encoder,
+                out=folder / "encoder",
+                config=config.tune,
+                embed=config.embed,
+                generated=generated,
+                device=self.device,
+            )
+            return f"{len(real):,} pairs, {config.tune.epochs} + {config.tune.refreshes} epochs"
+
+        return stages.run("tune", self.embed_key(data), work) / "encoder"
 
 
 def _tree(

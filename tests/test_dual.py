@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import make_documents, make_encoder, make_queries
 
-from nci.baselines import Searcher, dual_training
+from nci import contrastive
+from nci.baselines import Searcher
 from nci.baselines.dual import DualEncoder
-from nci.baselines.dual_data import Batch, DualSettings, Pairs, Passages, draw
-from nci.baselines.dual_training import Mined, contrastive_loss, embed, mine, weights_digest
+from nci.baselines.dual_data import DualSettings, cut_passages
+from nci.contrastive import Mined, contrastive_loss, embed, mine, weights_digest
+from nci.contrastive_data import Batch, Pairs, Tokens, draw
 from nci.encoders import ForeignEncoder, TextEncoder
 from nci.errors import ConfigError, DataError, IndexCorruptError, IndexNotFoundError
 from nci.records import Document
@@ -145,7 +147,7 @@ def test_firstp_reads_title_separator_and_text(encoder: Path) -> None:
     model = load(encoder)
     model.tokenizer.add_special_tokens({"sep_token": "[SEP]"})
     documents = [Document("a", "ripe pear juice peel", "fruit"), Document("b", "ship")]
-    passages = Passages.cut(documents, model, tiny(encoder, max_length=7))
+    passages = cut_passages(documents, model, tiny(encoder, max_length=7))
     words = [model.tokenizer.convert_ids_to_tokens(row) for row in passages.tokens]
     assert words == [["[CLS]", "fruit", "[SEP]", "ripe", "pear", "juice", "[SEP]"], ["[CLS]", "ship", "[SEP]"]]
     assert passages.starts.tolist() == [0, 1, 2]
@@ -157,28 +159,28 @@ def test_maxp_cuts_the_text_without_gap_or_overlap(encoder: Path) -> None:
     text = "ripe pear juice peel ship wave tide storm drum"
     documents = [Document("a", text, "fruit"), Document("b", "", "sea"), Document("c", "song tune")]
     changes = tiny(encoder, passage="maxp", max_length=7)  # [CLS] the ... [SEP]: room for four
-    passages = Passages.cut(documents, model, changes)
+    passages = cut_passages(documents, model, changes)
     words = [model.tokenizer.convert_ids_to_tokens(row) for row in passages.tokens]
     assert all(each[:2] == ["[CLS]", "the"] and each[-1] == "[SEP]" for each in words)
     inner = [" ".join(each[2:-1]) for each in words]
     assert inner == ["ripe pear juice peel", "ship wave tide storm", "drum", "sea", "song tune"]
     assert passages.starts.tolist() == [0, 3, 4, 5]
     assert passages.owners.tolist() == [0, 0, 0, 1, 2]
-    fewer = Passages.cut(documents, model, dataclasses.replace(changes, max_passages=2))
+    fewer = cut_passages(documents, model, dataclasses.replace(changes, max_passages=2))
     assert fewer.starts.tolist() == [0, 2, 3, 4]
     pairs = Pairs.read([("wave", "b")], documents, model, changes)
     assert model.tokenizer.convert_ids_to_tokens(pairs.tokens[0]) == ["[CLS]", "of", "wave", "[SEP]"]
     with pytest.raises(ConfigError, match="max_length 3"):
-        Passages.cut(documents, model, dataclasses.replace(changes, max_length=3))
+        cut_passages(documents, model, dataclasses.replace(changes, max_length=3))
 
 
 def test_vectors_are_those_of_the_encoder(encoder: Path) -> None:
     model = load(encoder)
-    rows = model.tokenize(QUERIES[:5])
+    rows = Tokens.of(model.tokenize(QUERIES[:5]))
     expected = model.encode(QUERIES[:5])
-    np.testing.assert_allclose(embed(model, rows).detach().numpy(), expected, atol=1e-6)
+    np.testing.assert_allclose(embed(model, rows, np.arange(5), at_once=2).detach().numpy(), expected, atol=1e-6)
     changes = tiny(encoder, batch_size=2)
-    np.testing.assert_allclose(dual_training.embed_all(model, rows, changes).numpy(), expected, atol=1e-6)
+    np.testing.assert_allclose(contrastive.embed_all(model, rows, changes).numpy(), expected, atol=1e-6)
 
 
 # ---- mining
@@ -189,12 +191,12 @@ def test_vectors_are_those_of_the_encoder(encoder: Path) -> None:
 def test_mining_equals_a_naive_ranking(
     monkeypatch: pytest.MonkeyPatch, encoder: Path, passage: str, depth: int
 ) -> None:
-    monkeypatch.setattr(dual_training, "_SCORES_AT_ONCE", 400)  # several blocks
+    monkeypatch.setattr(contrastive, "_SCORES_AT_ONCE", 400)  # several blocks
     model = load(encoder, max_length=12)
     shared = [("apple juice", "d0"), ("apple juice", "d6"), ("apple juice", "d12"), *PAIRS[:20]]
     changes = tiny(encoder, passage=passage, max_length=12, depth=depth, negatives=1)
     pairs = Pairs.read(shared, DOCUMENTS, model, changes)
-    passages = Passages.cut(DOCUMENTS, model, changes)
+    passages = cut_passages(DOCUMENTS, model, changes)
     assert (len(passages.tokens) > len(DOCUMENTS)) == (passage == "maxp")
     mined = mine(model, pairs, passages, changes, hard=True)
     scores = naive_vectors(model, pairs.tokens) @ naive_vectors(model, passages.tokens).T
@@ -221,7 +223,7 @@ def test_hard_negatives_come_from_the_newest_weights(
         mined.append(mine(*arguments, **options))
         return mined[-1]
 
-    monkeypatch.setattr(dual_training, "mine", record)
+    monkeypatch.setattr(contrastive, "mine", record)
     ance = tiny(encoder, epochs=2, refreshes=2)
     DualEncoder.train(DOCUMENTS, PAIRS, out=tmp_path / "ance", settings=ance, device="cpu")
     assert [each.candidates.shape for each in mined] == [(len(PAIRS), 0), (len(PAIRS), 5), (len(PAIRS), 5)]
@@ -230,7 +232,7 @@ def test_hard_negatives_come_from_the_newest_weights(
         before = dataclasses.replace(ance, refreshes=refreshes)
         folder = tmp_path / str(refreshes)
         trained = DualEncoder.train(DOCUMENTS, PAIRS, out=folder, settings=before, device="cpu").encoder
-        pairs, passages = Pairs.read(PAIRS, DOCUMENTS, trained, ance), Passages.cut(DOCUMENTS, trained, ance)
+        pairs, passages = Pairs.read(PAIRS, DOCUMENTS, trained, ance), cut_passages(DOCUMENTS, trained, ance)
         np.testing.assert_array_equal(candidates, mine(trained, pairs, passages, ance, hard=True).candidates)
         fresh = mine(load(encoder, max_length=32), pairs, passages, ance, hard=True)
         assert (candidates != fresh.candidates).any()
@@ -276,7 +278,7 @@ def test_a_killed_training_goes_on_after_its_last_round(
 ) -> None:
     changes = tiny(encoder, refreshes=2)
     whole = DualEncoder.train(DOCUMENTS, PAIRS, out=tmp_path / "whole", settings=changes, device="cpu")
-    real, rounds = dual_training.train_round, []
+    real, rounds = contrastive.train_round, []
 
     def dying(*arguments: Any, number: int) -> None:
         rounds.append(number)
@@ -284,7 +286,7 @@ def test_a_killed_training_goes_on_after_its_last_round(
         if rounds == [0, 1, 2]:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(dual_training, "train_round", dying)
+    monkeypatch.setattr(contrastive, "train_round", dying)
     with pytest.raises(KeyboardInterrupt):
         DualEncoder.train(DOCUMENTS, PAIRS, out=tmp_path / "killed", settings=changes, device="cpu")
     with pytest.raises(IndexNotFoundError, match="train"):
@@ -300,7 +302,7 @@ def test_a_killed_training_goes_on_after_its_last_round(
 
 def test_only_what_has_changed_is_trained_again(monkeypatch: pytest.MonkeyPatch, encoder: Path, tmp_path: Path) -> None:
     rounds = []
-    monkeypatch.setattr(dual_training, "train_round", lambda *_, number: rounds.append(number))
+    monkeypatch.setattr(contrastive, "train_round", lambda *_, number: rounds.append(number))
     other = make_encoder(tmp_path / "other", seed=1)
     moving = make_encoder(tmp_path / "moving")
     changed = [dataclasses.replace(DOCUMENTS[0], text="ship"), *DOCUMENTS[1:]]
@@ -327,7 +329,7 @@ def test_search_counts_the_best_passage_and_loading_changes_nothing(
     vectors, starts = np.load(tmp_path / "vectors.npy"), np.load(tmp_path / "starts.npy")
     assert vectors.dtype == np.float16
     model = load(tmp_path / "encoder", max_length=10)
-    passages = Passages.cut(DOCUMENTS, model, changes)
+    passages = cut_passages(DOCUMENTS, model, changes)
     np.testing.assert_allclose(vectors, naive_vectors(model, passages.tokens), atol=1e-3)
     queries = naive_vectors(model, model.tokenize(QUERIES))
     for query, hits in zip(queries, loaded.search(QUERIES, k=7), strict=True):

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import POSITION, make_beir, make_documents, make_encoder, make_queries, python, tiny_config, write_lines
 
 from nci import making, pipeline, store
-from nci.assembly import Assembly
+from nci.assembly import Assembly, load_embedder
 from nci.config import Config
 from nci.errors import ConfigError, DataError, NciError
 from nci.index import Index
@@ -63,7 +64,7 @@ def done(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> S
     def read() -> dict[str, str]:
         lines = [record.getMessage() for record in caplog.records if record.name == "nci"]
         caplog.clear()
-        return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines if line.split()[0] in STAGES}
+        return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines if line.split()[0] in (*STAGES, "tune")}
 
     return read
 
@@ -657,3 +658,35 @@ def test_two_processes_build_one_index(encoder: Path, beir: Path, tmp_path: Path
     assert "rank 0 60 d0" in result.stdout
     assert "rank 1 60 d0" in result.stdout
     assert Index(tmp_path / "my.index").verify(2) == []
+
+
+# The encoder is tuned first
+
+
+def test_a_tuned_encoder_embeds_documents_and_reads_queries(
+    encoder: Path, beir: Path, tmp_path: Path, done: Spy
+) -> None:
+    config = tiny_config(encoder, tune={"epochs": 1, "batch_size": 8, "lr": 1e-3}, train={"epochs": 0})
+    out = tmp_path / "my.index"
+    generation = build(beir, out, config)
+    assert "tune" in worked(done())
+    index = Index(out)
+    tuned, shipped = (load_file(folder / "model.safetensors") for folder in (generation / "embedder", encoder))
+    assert any(not torch.equal(tuned[name], shipped[name]) for name in tuned)
+    embedder = load_embedder(index.config, generation / "embedder")
+    texts = [index.document(number)["text"] for number in range(len(index))]
+    titles = [index.document(number).get("title", "") for number in range(len(index))]
+    contents = [Document("x", text, title).content for text, title in zip(texts, titles, strict=True)]
+    np.testing.assert_allclose(embedder.encode(contents), index.vectors(), atol=2e-3)
+    weights = index.engine.model.encoder.state_dict()
+    assert all(torch.equal(weights[name], tuned[name]) for name in weights if name in tuned)
+    build(beir, out, config)
+    assert worked(done()) == set()
+    build(beir, out, config, queries=[("apple", "d0"), ("pear", "d1")])
+    assert {"tune", "embed", "tree"} <= worked(done())
+
+
+def test_without_pairs_nothing_is_tuned(encoder: Path, tmp_path: Path, done: Spy) -> None:
+    config = tiny_config(encoder, tune={"epochs": 1}, train={"epochs": 0})
+    build(make_documents(6), tmp_path / "my.index", config)
+    assert "tune" not in worked(done())

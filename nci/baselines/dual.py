@@ -2,7 +2,7 @@
 
 Queries and passages are encoded apart by the same weights; a document's score is the best inner product of its
 passages. The folder holds `encoder/` (readable by sentence-transformers), `vectors.npy` (float16), `starts.npy` and
-`dual.json`, and counts only with `COMPLETE`, which is written last. How it is trained is `dual_training`.
+`dual.json`, and counts only with `COMPLETE`, which is written last. How it is trained is `nci.contrastive`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from nci.baselines import Baseline, Shelf
-from nci.baselines.dual_data import DualSettings, Passages, Rows, tokenize_queries
-from nci.baselines.dual_training import embed_all, train_encoder, weights_digest
+from nci.baselines.dual_data import DualSettings, cut_passages
+from nci.contrastive import embed_all, train_encoder, weights_digest
+from nci.contrastive_data import Pairs, Rows, tokenize_queries
 from nci.encoders import ForeignEncoder, TextEncoder
 from nci.errors import ConfigError, DataError, IndexCorruptError, IndexNotFoundError
 from nci.records import Document, Hit
@@ -78,8 +79,8 @@ class DualEncoder(Baseline):
             (out / "dual.json").write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
         if (out / "COMPLETE").exists():
             return cls.load(out, documents, device=device)
-        encoder = train_encoder(encoder, documents, pairs, out / "rounds", settings)
-        passages = Passages.cut(documents, encoder, settings)
+        read, passages = Pairs.read(pairs, documents, encoder, settings), cut_passages(documents, encoder, settings)
+        train_encoder(encoder, read, passages, out / "rounds", settings)
         vectors = embed_all(encoder, passages.tokens, settings, label="encode documents")
         np.save(out / "vectors.npy", vectors.half().cpu().numpy())
         np.save(out / "starts.npy", passages.starts)
