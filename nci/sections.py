@@ -134,7 +134,7 @@ class LexicalConfig(Section):
         b: How much long documents are held back.
     """
 
-    training: bool = True
+    training: bool = False
     generated: int = 30
     k1: float = 0.9
     b: float = 0.4

@@ -99,8 +99,9 @@ def test_which_queries_are_appended() -> None:
     def found(**settings: Any) -> Appended:
         return appended_queries(LexicalConfig(**settings), real=real, generated=generated)
 
-    assert found() == [*real, *generated]
-    assert found(generated=2) == [*real, ("c", 0), ("d", 1), ("e", 0)]
+    assert found() == generated
+    assert found(training=True) == [*real, *generated]
+    assert found(training=True, generated=2) == [*real, ("c", 0), ("d", 1), ("e", 0)]
     assert found(training=False, generated=1) == [("c", 0), ("d", 1)]
     assert found(training=False, generated=0) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +54,13 @@ def test_the_paper_presets_note_where_the_code_differs() -> None:
     for size in SIZES:
         text = (Path(__file__).parent.parent / "nci" / "configs" / f"paper-{size}.yaml").read_text()
         assert text.count("code:") >= 10
+
+
+def test_full_is_default_with_tuning_and_calibration() -> None:
+    full, default = Config.preset("full"), Config.preset("default")
+    assert (full.tune.epochs > 0, full.lexical.training, full.calibrate.share) == (True, True, 0.1)
+    same = {"tune": default.tune, "lexical": default.lexical, "calibrate": default.calibrate}
+    assert dataclasses.replace(full, **same) == default
 
 
 def test_default_is_what_the_dataclasses_say_and_both_small_presets_are_anchored() -> None:

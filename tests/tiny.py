@@ -183,6 +183,7 @@ def tiny_values(encoder: Path | str, **changes: Mapping[str, object]) -> dict[st
     """Settings for seconds of work; `changes` are merged into the sections of the same name."""
     values: dict[str, dict[str, object]] = {
         "embed": {"encoder": str(encoder), "max_length": 48, "shard_size": 25, "precision": "fp32"},
+        "lexical": {"training": True},
         "tree": {"k": 4, "c": 4},
         "pairs": {"spans": 2, "terms": 8, "span_share": 1.0, "max_length": 16},
         "model": {"decoder_layers": 1, "heads": 2, "d_ff": 64, "head_rank": 4},
