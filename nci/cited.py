@@ -7,6 +7,7 @@ by its ir-measures name, and equals R@k where every query has one relevant docum
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,8 @@ class Ours:
 
     rows: dict[str, tuple[float | None, ...]]
     inexact: tuple[str, ...]
+    data: str = ""  # name of the data set, where the file says it
+    split: str = ""
 
 
 def table_of(name: str) -> CitedTable:
@@ -126,7 +129,17 @@ def read_results(path: Path, table: CitedTable) -> Ours:
     if not any(value is not None for row in rows.values() for value in row):
         raise DataError(f"--beside {path}: holds none of {', '.join(names[0] for names in table.metrics)}; {expected}")
     inexact = [metric for metric, names in zip(used, table.metrics, strict=True) if metric and metric != names[0]]
-    return Ours(rows, tuple(inexact))
+    data, split = (str(found.get(name) or "") for name in ("data", "split"))
+    return Ours(rows, tuple(inexact), data, split)
+
+
+def is_of(name: str, data: str) -> bool:
+    """Whether a data set's name looks like that of a table.
+
+    >>> is_of("nq320k", "NQ-320k.v2"), is_of("triviaqa", "squad")
+    (True, False)
+    """
+    return name in re.sub(r"[^a-z0-9]", "", data.lower())
 
 
 def text(table: CitedTable, ours: Ours | None = None) -> str:
@@ -143,6 +156,8 @@ def text(table: CitedTable, ours: Ours | None = None) -> str:
         ).rstrip()
         for row in rows
     ]
+    if ours is not None:
+        lines.append(f"run here: {ours.data or 'unknown data'}, {ours.split or 'unknown split'}")
     if ours is not None and ours.inexact:
         exact = [names[0] for names in table.metrics if names[0].startswith("Success")]
         lines.append(
@@ -159,6 +174,7 @@ def as_json(table: CitedTable, ours: Ours | None = None) -> dict[str, Any]:
     cited = [{"system": r.system, "source": _source(table, r), **row(r.values)} for r in table.rows]
     out: dict[str, Any] = {"table": table.number, "cited": cited}
     if ours is not None:
+        out |= {"data": ours.data, "split": ours.split}
         out["ours"] = [{"system": name, **row(values)} for name, values in ours.rows.items()]
     return out
 

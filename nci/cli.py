@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nci import __version__, parsers, research
 from nci.config import Config
-from nci.console import Typed, plain, set_up_logging, whole_numbers, write_json, writing
+from nci.console import Typed, check_arguments, plain, set_up_logging, whole_numbers, write_json, writing
 from nci.errors import ConfigError, NciError
 from nci.figures import command as figures
 
@@ -110,6 +110,8 @@ def evaluate(args: Namespace) -> int:
         )
     queries, qrels = dataset.split(args.split)
     indexes = [opened.system(args.system) for opened in _open(args.words[:-1], args)]
+    from nci.bench.timing import device_name
+
     started = time.monotonic()
     found = _search_all(indexes, [query.text for query in queries], args)
     seconds = time.monotonic() - started
@@ -121,7 +123,16 @@ def evaluate(args: Namespace) -> int:
             write_run(args.run, run)
     scored = sum(hits.documents_scored for hits in found) / max(1, len(found))
     result = {"metrics": metrics, "queries": len(queries), "seconds": round(seconds, 3), "documents_scored": scored}
-    write_json(args.json, result)
+    facts = {
+        "data": dataset.folder.resolve().name,
+        "split": args.split,
+        "indexes": [str(opened.folder) for opened in indexes],
+        "system": args.system,
+        "config": indexes[0].config.to_dict(),
+        "nci": __version__,
+        "device": device_name(indexes[0].engine.device),
+    }
+    write_json(args.json, {**result, **facts})
     if args.json != "-":
         print(table({"nci" if args.system == "trained" else f"nci {args.system}": metrics}, names))
         effort = f"{scored:.0f} of {sum(map(len, indexes))} documents scored per query"
@@ -203,6 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parse(make_parser, argv)
         _set_up(quiet=args.quiet)
+        check_arguments(args)
         return command(args)
     except Typed as error:
         print(f"nci {argv[0]}: {error}", file=sys.stderr)

@@ -15,18 +15,23 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nci import significance
 from nci.baselines import Searcher
 from nci.config import content_key
-from nci.errors import ConfigError, DataError
+from nci.console import writing
+from nci.errors import DataError
 from nci.evaluate import evaluate, per_query, read_run, table, write_run
+from nci.names import INDEXES, kind_of, labelled, one_name, split_outside
 from nci.records import Qrels, Query, Run
-from nci.systems import SEEDED, check, key, make, seeds_of
-from nci.workbench import Workbench, file_name
+from nci.systems import check, key, make, seeds_of
+from nci.systems import check_names as check_spelling
+
+if TYPE_CHECKING:
+    from nci.workbench import Workbench
 
 log = logging.getLogger("nci")
 
@@ -34,6 +39,10 @@ METRICS = ("R@1", "R@5", "R@10", "R@20", "R@100", "RR@100", "Rprec", "Success@1"
 SUCCESS_NOTE = (
     "R@k is the share of a query's relevant documents among the first k. The paper's Recall@k counts a query as found when "
     "any of them is: that is Success@k here; the two are equal where every query has one relevant document."
+)
+COST_NOTES = (
+    "ms per query: baselines run as their libraries do; nci bench compares encoders on equal terms.",
+    "index MB: all that a system keeps; for nci with its network and texts.",
 )
 Task = tuple[str, int]
 """A system by name, and one of its seeds."""
@@ -48,6 +57,7 @@ class Ranked:
     run: Run
     latency_ms: float
     index_bytes: int
+    seconds: float  # for making it, where that was missing, and searching
 
 
 @dataclass
@@ -59,6 +69,8 @@ class Result:
         spread: Standard deviation over the seeds, where there are several.
         p_values: Of each system's R@1 against the reference: paired bootstrap over documents (queries of one document are
             drawn together), Holm-corrected for the number of systems.
+        merged: How many indexes answer together in one row.
+        data: Name of the data set's folder.
     """
 
     split: str
@@ -70,23 +82,37 @@ class Result:
     latency_ms: dict[str, float] = field(default_factory=dict)
     index_bytes: dict[str, int] = field(default_factory=dict)
     seeds: dict[str, int] = field(default_factory=dict)
+    merged: dict[str, int] = field(default_factory=dict)
+    data: str = ""
+
+    @property
+    def test(self) -> str:
+        """What the p values are of."""
+        systems = f"{len(self.p_values)} system{'s' * (len(self.p_values) != 1)}"
+        return f"paired bootstrap over documents, Holm-corrected over the {systems}"
 
     def text(self, columns: Sequence[str] = ("R@1", "R@10", "R@100", "RR@100")) -> str:
-        """For people: the metrics, then cost and significance."""
-        lines = [f"{self.split}, {self.queries} queries (%)", table(self.systems, columns), ""]
+        """For people: the metrics, then cost and significance; `notes` explains them."""
+        lines = [f"{self.data}: {self.split}, {self.queries} queries (%)", table(self.systems, columns), ""]
         width = max(map(len, self.systems), default=0)
-        lines.append(f"{'':{width}}  ms per query   index MB   seeds   R@1 +-   p of R@1 against {self.reference}")
+        lines.append(f"{'':{width}}  ms per query   index MB     seeds   R@1 +-   p of R@1 against {self.reference}")
         for name in self.systems:
             spread = f"{100 * self.spread[name]['R@1']:.2f}" if name in self.spread else "-"
             p = f"{self.p_values[name]:.4f}" if name in self.p_values else "-"
             megabytes = self.index_bytes[name] / 1e6
+            seeds = f"{self.merged[name]} merged" if name in self.merged else f"{self.seeds[name]}"
             lines.append(
-                f"{name:{width}}  {self.latency_ms[name]:12.2f} {megabytes:10.1f} {self.seeds[name]:7d} {spread:>8} {p:>8}"
+                f"{name:{width}}  {self.latency_ms[name]:12.2f} {megabytes:10.1f} {seeds:>9} {spread:>8} {p:>8}"
             )
-        return "\n".join([*lines, SUCCESS_NOTE])
+        return "\n".join(lines)
+
+    def notes(self) -> str:
+        """What the columns of `text` mean, the same for every split."""
+        tested = [f"p: {self.test}."] if self.p_values else []
+        return "\n".join([*tested, *COST_NOTES, SUCCESS_NOTE])
 
     def latex(self, columns: Sequence[str] = ("R@1", "R@10", "R@100", "RR@100")) -> str:
-        """The metrics as a tabular, the best of each column in bold."""
+        """The metrics as a tabular, the best of each column in bold; spread and p where there are any."""
         best = {c: max((round(100 * row[c], 2) for row in self.systems.values()), default=0.0) for c in columns}
         rows = []
         for name, row in self.systems.items():
@@ -95,16 +121,38 @@ class Result:
                 rf"\textbf{{{cell}}}" if float(cell) == best[c] else cell
                 for c, cell in zip(columns, cells, strict=True)
             ]
+            if self.spread:
+                bold.append(f"{100 * self.spread[name]['R@1']:.2f}" if name in self.spread else "--")
+            if self.p_values:
+                bold.append(f"{self.p_values[name]:.4f}" if name in self.p_values else "--")
             rows.append(" & ".join([_escaped(name), *bold]) + r" \\")
-        head = " & ".join(["system", *map(_escaped, columns)]) + r" \\ \hline"
-        return "\n".join([rf"\begin{{tabular}}{{l{'r' * len(columns)}}}", head, *rows, r"\end{tabular}", ""])
+        extra = [r"R@1 $\pm$"] * bool(self.spread) + [f"$p$ against {_escaped(self.reference)}"] * bool(self.p_values)
+        head = ["system", *map(_escaped, columns), *extra]
+        data = f"{self.data}, {self.split}, {self.queries} queries"
+        return "\n".join(
+            [
+                f"% {' '.join(data.split())} (%)" + (f"; p: {self.test}" if self.p_values else ""),
+                rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",
+                rf"\multicolumn{{{len(head)}}}{{l}}{{{_escaped(data)} (\%)}} \\",
+                " & ".join(head) + r" \\ \hline",
+                *rows,
+                r"\end{tabular}",
+                "",
+            ]
+        )
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "note": SUCCESS_NOTE}
+        return {**asdict(self), "test": self.test, "note": SUCCESS_NOTE}
 
 
 def compare(
-    bench: Workbench, systems: Sequence[str], split: str, out: Path, *, metrics: Sequence[str] = METRICS
+    bench: Workbench,
+    systems: Sequence[str],
+    split: str,
+    out: Path,
+    *,
+    metrics: Sequence[str] = METRICS,
+    append: Path | None = None,
 ) -> Result:
     """Build what is missing, search a split with every system, and put them side by side.
 
@@ -112,32 +160,43 @@ def compare(
         bench: What systems are made of.
         systems: Names; the first one whose name begins with nci, else the first, is the reference of the tests.
         out: Folder for what is built, rankings and tables.
+        append: A file that gets a line of JSON for every row as soon as that is finished, unless it is there.
     """
-    check_names(bench, systems)
+    rows = check_names(bench, systems)
     queries, qrels = judged(bench, split)
-    reference = next((name for name in systems if name.startswith("nci")), systems[0])
-    result = Result(split, len(queries), reference)
+    reference = next((row for row, name in rows.items() if name.startswith("nci")), next(iter(rows)))
+    result = Result(split, len(queries), reference, data=bench.dataset.folder.resolve().name)
     values: dict[str, dict[str, float]] = {}
-    for name in systems:
+    for row, name in rows.items():
         seeds = range(seeds_of(bench, name))
         found = [
-            ranked(bench, (name, seed), queries, ranking_file(bench, (name, seed), queries, split, out))
+            ranked(bench, (name, seed), split, queries, ranking_file(bench, (name, seed), queries, split, out))
             for seed in seeds
         ]
-        _add(result, name, found, qrels, metrics)
-        values[name] = _mean([per_query(one.run, qrels, "R@1") for one in found])
-    others = {name: value for name, value in values.items() if name != reference}
+        _add(result, row, found, qrels, metrics)
+        if name == "nci-ensemble":
+            result.merged[row] = bench.seeds
+        if append is not None:
+            _append(append, result, row, name, sum(one.seconds for one in found))
+        values[row] = _mean([per_query(one.run, qrels, "R@1") for one in found])
+    others = {row: value for row, value in values.items() if row != reference}
     tests = significance.compare(values[reference], others, groups=significance.document_groups(qrels))
     result.p_values = {name: test.corrected for name, test in tests.items()}
     return result
 
 
-def check_names(bench: Workbench, systems: Sequence[str]) -> None:
-    """Refuse what cannot be compared, before anything is made."""
-    if not systems or len(set(systems)) < len(systems):
-        raise ConfigError("--systems names each system once, separated by commas, and at least one")
-    for name in systems:
+def split_names(text: str) -> list[str]:
+    """Names of --systems: separated by commas that stand outside of brackets."""
+    return [name.strip() for name in split_outside(text, ",") if name.strip()]
+
+
+def check_names(bench: Workbench, systems: Sequence[str]) -> dict[str, str]:
+    """The system behind each row, by its one name; refuses what cannot be compared, before anything is made."""
+    check_spelling(systems)
+    rows = dict(map(labelled, systems))
+    for name in rows.values():
         check(bench, name)
+    return {row: one_name(bench.config, name) for row, name in rows.items()}
 
 
 def judged(bench: Workbench, split: str) -> tuple[list[Query], Qrels]:
@@ -152,12 +211,25 @@ def judged(bench: Workbench, split: str) -> tuple[list[Query], Qrels]:
 
 def ranking_file(bench: Workbench, task: Task, queries: Sequence[Query], split: str, out: Path) -> Path:
     """Where the ranking of a system, with one of its seeds, is kept; beside it lies what else is known of it, as .json."""
+    from nci.workbench import file_name
+
     name, seed = task
     found = content_key(key(bench, name, seed), split, [tuple(query) for query in queries], DEPTH)
-    return out / "runs" / f"{file_name(name)}-{seed}-{split}-{found}.trec"
+    return (
+        out / "runs" / f"{file_name(name)[:80]}-{seed}-{split}-{found}.trec"
+    )  # settings may be long, names of files not
 
 
-def ranked(bench: Workbench, task: Task, queries: Sequence[Query], file: Path, *, timed: bool = True) -> Ranked:
+def kept_runs(bench: Workbench, name: str, split: str, out: Path) -> list[Run]:
+    """The rankings of a system that has been compared, one per seed."""
+    queries, _ = judged(bench, split)
+    tasks = [(name, seed) for seed in range(seeds_of(bench, name))]
+    return [read_run(ranking_file(bench, task, queries, split, out)) for task in tasks]
+
+
+def ranked(
+    bench: Workbench, task: Task, split: str, queries: Sequence[Query], file: Path, *, timed: bool = True
+) -> Ranked:
     """The ranking of a system, from its file where that is there.
 
     Without `timed` no latency is measured, since other processes are at work; the next call that is timed does.
@@ -168,17 +240,21 @@ def ranked(bench: Workbench, task: Task, queries: Sequence[Query], file: Path, *
     if facts_file.exists() and file.exists():
         facts = json.loads(facts_file.read_text(encoding="utf-8"))
     if not facts or (timed and facts["latency_ms"] is None):
-        log.info("%-12s %s%s", "system" if not facts else "latency", name, f", seed {seed}" if name in SEEDED else "")
+        label = f"{name}, seed {seed}" if kind_of(name) in INDEXES else name
+        log.info("%-12s %s: %s", "latency" if facts else "system", label, split)
+        started = time.perf_counter()
         searcher, size = make(bench, name, seed)
+        seconds = facts.get("seconds", 0.0)
         if not facts:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_run(file, search_all(searcher, queries), tag=name.replace(" ", "_"))
+            seconds = round(time.perf_counter() - started, 1)
         latency = latency_ms(searcher, [query.text for query in queries]) if timed else None
-        facts = {"system": name, "latency_ms": latency, "index_bytes": size}
+        facts = {"system": name, "latency_ms": latency, "index_bytes": size, "seconds": seconds}
         staged = facts_file.with_suffix(".tmp")
         staged.write_text(json.dumps(facts), encoding="utf-8")
         os.replace(staged, facts_file)  # last: it says that the ranking beside it is whole
-    return Ranked(read_run(file), facts["latency_ms"] or 0.0, facts["index_bytes"])
+    return Ranked(read_run(file), facts["latency_ms"] or 0.0, facts["index_bytes"], facts.get("seconds", 0.0))
 
 
 def search_all(searcher: Searcher, queries: Sequence[Query], depth: int = DEPTH) -> Run:
@@ -210,6 +286,25 @@ def _add(result: Result, name: str, ranked: Sequence[Ranked], qrels: Qrels, metr
     result.latency_ms[name] = float(np.mean([one.latency_ms for one in ranked]))
     result.index_bytes[name] = int(np.mean([one.index_bytes for one in ranked]))
     result.seeds[name] = len(rows)
+
+
+def _append(file: Path, result: Result, row: str, name: str, seconds: float) -> None:
+    line = json.dumps(
+        {
+            "data": result.data,
+            "row": row,
+            "system": name,
+            "split": result.split,
+            "metrics": result.systems[row],
+            "spread": result.spread.get(row),
+            "seeds": result.seeds[row],
+            "seconds": round(seconds, 1),
+        }
+    )
+    with writing("--append", str(file)), file.open("a+", encoding="utf-8") as stream:
+        stream.seek(0)
+        if line not in stream.read().splitlines():
+            stream.write(line + "\n")
 
 
 def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from nci.errors import ConfigError
 from nci.sections import (
@@ -39,6 +42,7 @@ __all__ = [
     "TrainConfig",
     "TreeConfig",
     "TuneConfig",
+    "changed",
     "content_key",
     "presets",
 ]
@@ -115,6 +119,55 @@ class Config:
 def presets() -> list[str]:
     """Names of the shipped presets."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def changed(config: Config, changes: Sequence[str], flag: str = "--set") -> Config:
+    """Settings with some fields changed, each as SECTION.FIELD=VALUE; `flag` is named where one is wrong."""
+    import yaml
+
+    values = config.to_dict()
+    for change in changes:
+        name, equals, text = change.partition("=")
+        section, dot, key = name.strip().partition(".")
+        if not equals or not dot:
+            raise ConfigError(f"{flag} {change}: expected SECTION.FIELD=VALUE, as in train.epochs=2")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{flag} {change}: {text!r} is no value") from error
+        kind = get_type_hints(type(getattr(config, section, None))).get(key, Any)
+        if get_origin(kind) is not Literal and kind is not Any:  # choices are checked by the section
+            value = _fitting(value, kind, f"{flag} {change}")
+        values.setdefault(section, {})[key] = value
+    try:
+        return Config.from_dict(values)
+    except ConfigError as error:  # which names the flags of nci index
+        raise ConfigError(re.sub(rf"--(?=({'|'.join(config.to_dict())})\.)", f"{flag} ", str(error))) from error
+
+
+_KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple: "a list",
+    NoneType: "null",
+}
+
+
+def _fitting(value: Any, kind: Any, change: str) -> Any:
+    """The value, as a field of this type takes it."""
+    options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    kinds = [get_origin(option) or option for option in options]
+    if float in kinds and isinstance(value, str):
+        try:
+            return float(value)  # YAML reads 1e-4 as a text
+        except ValueError:
+            pass
+    given = tuple if isinstance(value, list) else type(value)
+    if given not in kinds and not (given is int and float in kinds):
+        raise ConfigError(f"{change}: expected {' or '.join(_KINDS[each] for each in kinds)}")
+    return value
 
 
 def content_key(*parts: object) -> str:

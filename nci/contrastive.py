@@ -23,7 +23,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import get_linear_schedule_with_warmup
 
-from nci.contrastive_data import Batch, ContrastSettings, Pairs, Passages, Rows, Tokens, draw, split_epoch
+from nci.contrast_settings import ContrastSettings
+from nci.contrastive_data import Batch, Pairs, Passages, Rows, Tokens, draw, split_epoch
 from nci.encoders import TextEncoder, pool_tokens
 from nci.progress import hide_bars
 from nci.runtime import quiet, uses_bf16

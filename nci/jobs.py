@@ -1,7 +1,8 @@
 """Systems to compare -> their rankings in files, several processes at once: `nci compare --jobs`.
 
 A system is begun as soon as what it needs is made; what several need is made once. Results go through the files that
-`nci.compare` keeps anyway, so this leaves only latencies, which are measured when nothing else runs.
+`nci.compare` keeps anyway, so this leaves only latencies, which are measured when nothing else runs. No process outlives
+the one that began it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ import gc
 import logging
 import multiprocessing
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from nci.compare import Task, check_names, judged, ranked, ranking_file
 from nci.console import set_up_logging
@@ -27,9 +33,10 @@ from nci.workbench import Workbench
 
 log = logging.getLogger("nci")
 
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent is gone
 DIED = "its process died; is there enough memory?"
-Files = Mapping[Path, list[Query]]
-"""Rankings to write, each with its queries."""
+Files = Mapping[Path, tuple[str, list[Query]]]
+"""Rankings to write, each with its split and queries."""
 
 
 def rank_in_parallel(bench: Workbench, systems: Sequence[str], splits: Sequence[str], out: Path, *, jobs: int) -> None:
@@ -41,8 +48,8 @@ def rank_in_parallel(bench: Workbench, systems: Sequence[str], splits: Sequence[
     queries = {split: judged(bench, split)[0] for split in splits}
     work: dict[Task, Files] = {}
     for task in [(name, seed) for name in systems for seed in range(seeds_of(bench, name))]:
-        files = {ranking_file(bench, task, asked, split, out): asked for split, asked in queries.items()}
-        if missing := {file: asked for file, asked in files.items() if not file.with_suffix(".json").exists()}:
+        files = {ranking_file(bench, task, part[1], part[0], out): part for part in queries.items()}
+        if missing := {file: part for file, part in files.items() if not file.with_suffix(".json").exists()}:
             work[task] = missing
     left = in_order(bench, work)
     finished: set[Task] = set()
@@ -75,6 +82,30 @@ def in_order(bench: Workbench, wanted: Iterable[Task]) -> list[Task]:
     return sorted(level, key=lambda task: (level[task], task[0] not in SHARED))
 
 
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes begun inside do not hear Ctrl-C, which a terminal sends to all: their parent ends them, in one line."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C, so that processes are ended first."""
+    if threading.current_thread() is not threading.main_thread():  # no other may set a handler
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@_stopped_by_sigterm()
 def _run(bench: Workbench, tasks: Mapping[Task, Files], finished: set[Task], jobs: int) -> dict[Task, str | None]:
     """Work on tasks in so many new processes until no more can begin: why each of those that were begun failed, or None.
 
@@ -92,32 +123,50 @@ def _run(bench: Workbench, tasks: Mapping[Task, Files], finished: set[Task], job
             ready = [task for task in waiting if done.issuperset(needs(bench, *task))]
             if DIED not in ended.values():
                 waiting = [task for task in waiting if task not in ready]
-                running |= {pool.submit(_work, closed, task, dict(tasks[task])): task for task in ready}
+                with _deaf():
+                    running |= {pool.submit(_work, closed, task, dict(tasks[task])): task for task in ready}
             if not running:
                 return ended
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 error = future.exception()
                 reason = DIED if isinstance(error, BrokenProcessPool) else str(error) or type(error).__name__
                 ended[running.pop(future)] = reason if error is not None else None
+    except KeyboardInterrupt:
+        for process in list(pool._processes.values()):
+            process.kill()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _begin(threads: int, level: int) -> None:
-    """A new process: its share of the cores, no bars, which would overwrite each other."""
+    """A new process: its share of the cores, no bars, which would overwrite each other; it ends with its parent."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _check_parent()
     torch.set_num_threads(threads)
     os.environ["TQDM_DISABLE"] = "1"
+    tqdm.set_lock(threading.RLock())  # one that processes share would be left behind by a killed one
     set_up_logging(level)
 
 
+def _check_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        os._exit(1)
+
+
 def _work(bench: Workbench, task: Task, files: Files) -> None:
+    _check_parent()
     name, seed = task
     if name in SHARED:
         SHARED[name](bench)
     elif not files:
         make(bench, name, seed)
-    for file, queries in files.items():
-        ranked(bench, task, queries, file, timed=False)
+    for file, (split, queries) in files.items():
+        ranked(bench, task, split, queries, file, timed=False)
     bench.made.clear()
     gc.collect()
     if torch.cuda.is_available():

@@ -1,8 +1,9 @@
-"""One argument parser per command, built only for the command that was typed. Only that of compare imports torch."""
+"""One argument parser per command, built only for the command that was typed. None imports torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -181,7 +182,10 @@ def compare(argv: Sequence[str]) -> ArgumentParser:
         "trained and kept, so that a second call only prints and a killed one goes on. Systems: bm25, bm25-okapi, "
         "bm25+trainq, bm25+qg, bm25+qg50, dense, dense-hnsw, bert-bruteforce, bert-faiss, knn, dpr, ance, ance-maxp, dsi, "
         "dsi-atomic, seal, nci, nci-untrained, nci-zeroed, nci-pure, nci-noqg, nci-qg50, nci-ensemble (all --seeds merged), "
-        "rrf:A+B (by ranks), sum:A+B (by scores, weights fitted on dev), rerank:A; table stands for the full table."
+        "rrf:A+B (by ranks), sum:A+B (by scores, weights fitted on dev), rerank:A; table stands for the full table. An index "
+        "may have other settings, and a row a name: no-pawa=nci[model.head=tied,model.adapter_layers=0]; "
+        "nci-unconstrained[...] is searched without its tree. dense and dense-hnsw search the index's own vectors; with any "
+        "--dense flag, vectors of their own."
     )
     parser.add_argument("data", metavar="DATA", help="A BEIR folder.")
     parser.add_argument(
@@ -196,7 +200,10 @@ def compare(argv: Sequence[str]) -> ArgumentParser:
     )
     parser.add_argument("--seeds", type=int, default=1, help="Indexes behind each row of nci and its kin.")
     parser.add_argument(
-        "--variant-seeds", type=int, default=None, help="The same for nci-pure, nci-noqg, nci-qg50 and dsi; as --seeds."
+        "--variant-seeds",
+        type=int,
+        default=None,
+        help="The same for nci-pure, nci-noqg, nci-qg50, dsi and all with settings of their own; as --seeds.",
     )
     parser.add_argument(
         "--generated",
@@ -221,7 +228,17 @@ def compare(argv: Sequence[str]) -> ArgumentParser:
     )
     parser.add_argument("--metrics", default=None, help="ir-measures names, separated by commas.")
     parser.add_argument("--latex", metavar="FILE", default=None, help="Write the metrics as a LaTeX tabular.")
-    parser.add_argument("--plot", metavar="FILE", default=None, help="Draw R@1 over latency (.png or .svg).")
+    parser.add_argument("--plot", metavar="FILE", default=None, help="Draw R@1 over latency (.png, .svg or .pdf).")
+    parser.add_argument(
+        "--tradeoff",
+        metavar="FILE",
+        default=None,
+        help="Draw R@1 of the second split over that of the first, while a constant is added to the scores of documents "
+        "without training queries (.png, with an .svg beside it).",
+    )
+    parser.add_argument(
+        "--append", metavar="FILE", default=None, help="Add a line of JSON for every finished row to this file."
+    )
     parser.add_argument("--device", default=None, help="cpu or cuda; a GPU is used where there is one.")
     parser.add_argument("--json", metavar="FILE", default=None, help="Write one JSON object; - is standard output.")
     from nci.baselines.settings import BASELINES, NAMED, USUAL
@@ -229,6 +246,8 @@ def compare(argv: Sequence[str]) -> ArgumentParser:
     for name, section in BASELINES.items():
         parser.add_class_arguments(section, name, skip=NAMED.get(name, set()))
         usual = {"encoder": None, **USUAL.get(name, {})}
+        if name == "dense":  # any of its flags means vectors of its own, in place of the index's
+            usual = dict.fromkeys(field.name for field in fields(section) if field.name not in NAMED[name])
         parser.set_defaults({f"{name}.{key}": value for key, value in usual.items()})
     return parser
 

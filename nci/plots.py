@@ -12,20 +12,22 @@ from nci.errors import MissingPackageError
 log = logging.getLogger("nci")
 
 
-def systems_plot(systems: Mapping[str, Mapping[str, float]], latency_ms: Mapping[str, float], picture: Path) -> bool:
+def systems_plot(
+    systems: Mapping[str, Mapping[str, float]], latency_ms: Mapping[str, float], picture: Path, *, title: str
+) -> bool:
     """R@1 of every system over the time of one query; returns whether it could be drawn."""
 
     def draw() -> Any:
-        from nci.figures.style import COLOURS, canvas, round_values
+        from nci.figures.style import COLOURS, canvas, label_points, round_values
 
-        figure, (axes,) = canvas("quality and cost")
-        times = {name: max(latency_ms[name], 1e-3) for name in systems}
-        for name, metrics in systems.items():
-            spot = (times[name], 100 * metrics["R@1"])
+        figure, (axes,) = canvas(title, height=max(4.4, 2.5 + 0.15 * len(systems)))
+        spots = {name: (max(latency_ms[name], 1e-3), 100 * row["R@1"]) for name, row in systems.items()}
+        for name, spot in spots.items():
             axes.scatter(*spot, s=40, color=COLOURS[3] if name.startswith("nci") else COLOURS[0])
-            axes.annotate(name, spot, textcoords="offset points", xytext=(5, 4), fontsize=8)
         axes.set(xscale="log", xlabel="ms per query, one at a time", ylabel="R@1 (%)")
-        round_values(axes.xaxis, times.values())
+        axes.margins(x=0.08, y=0.12)
+        round_values(axes.xaxis, [time for time, _ in spots.values()])
+        label_points(axes, list(spots.items()), size=8)
         return figure
 
     return _drawn(draw, picture)

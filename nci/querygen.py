@@ -13,7 +13,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -29,15 +28,13 @@ from nci.errors import ConfigError, DataError
 from nci.generator import Generator
 from nci.pairs import document_pieces
 from nci.progress import hide_bars
+from nci.recipe import QueryGenConfig
 from nci.records import Document
 from nci.runtime import one_thread_each
-from nci.seq2seq import HuggingFaceGenerator, Sampling, Seq2Seq
+from nci.seq2seq import HuggingFaceGenerator, Seq2Seq
 from nci.shards import Arrays, Shard, map_shards, read_shard, rename_durably, report
 
 log = logging.getLogger("nci")
-
-VERSION = 1
-"""Part of every shard's key: raise it when equal settings begin to give other queries."""
 
 NO_GENERATOR = (
     "no generator: titles, sentences and spans of the documents stand in for queries. They repeat the documents' words; a "
@@ -51,54 +48,6 @@ _SPAN_TERMS = 16
 _AT_ONCE = 1024  # queries searched between two movements of the bar
 
 Write = Callable[[Sequence[Document]], list[list[str]]]
-
-
-@dataclass(frozen=True)
-class QueryGenConfig:
-    """How queries are generated. The first six are the paper's setting: random sampling, 15 queries per document.
-
-    Args:
-        per_document: Queries per document.
-        max_source: Word pieces of a document that the generator reads, at most as many as it can.
-        max_target: Word pieces of a query at most.
-        top_k: Draw among the k likeliest word pieces; 0 means all.
-        top_p: Draw among the likeliest word pieces that together have this probability.
-        temperature: Below 1 prefers the likely ones.
-        batch_size: Documents at once.
-        seed: Same seed, same queries.
-        shard_size: Documents per resumable shard.
-    """
-
-    per_document: int = 15
-    max_source: int = 512
-    max_target: int = 64
-    top_k: int = 50
-    top_p: float = 1.0
-    temperature: float = 1.0
-    batch_size: int = 32
-    seed: int = 0
-    shard_size: int = 512
-
-    def __post_init__(self) -> None:
-        for name in ("per_document", "max_source", "max_target", "batch_size", "shard_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--querygen.{name} is at least 1, not {getattr(self, name)}")
-        if self.top_k < 0:
-            raise ConfigError(f"--querygen.top_k is at least 0 (0 means all word pieces), not {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--querygen.top_p is above 0 and at most 1, not {self.top_p}")
-        if not 0 < self.temperature < float("inf"):
-            raise ConfigError(f"--querygen.temperature is above 0, not {self.temperature}")
-
-    @property
-    def sampling(self) -> Sampling:
-        """What a generator must know."""
-        return Sampling(self.per_document, self.max_target, self.top_k, self.top_p, self.temperature)
-
-    @property
-    def key(self) -> str:
-        """Stands for what changes the queries: not how many documents go together."""
-        return content_key(VERSION, self.sampling, self.max_source, self.seed)
 
 
 def generate_queries(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nci.config import Config
+from nci import __version__
+from nci.config import Config, changed
 from nci.console import whole_numbers, words, write_json, writing
 from nci.errors import ConfigError
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
+
+    from nci.workbench import Workbench
 
 log = logging.getLogger("nci")
 
@@ -35,9 +38,7 @@ def prepare(args: Namespace) -> int:
 def querygen(args: Namespace) -> int:
     from nci.config import CorpusConfig
     from nci.corpus import open_dataset, read_documents
-    from nci.querygen import QueryGenConfig, read_generated
-    from nci.querygen_steps import Recipe, make_queries
-    from nci.runtime import check_device
+    from nci.recipe import QueryGenConfig, Recipe
     from nci.training_data import split_pairs
 
     names = [field.name for field in dataclasses.fields(QueryGenConfig)]
@@ -51,6 +52,10 @@ def querygen(args: Namespace) -> int:
     )
     documents = list(read_documents(args.data, CorpusConfig()))
     pairs = split_pairs(open_dataset(args.data), "train")
+    from nci.querygen import read_generated  # from here on with torch, which takes its time
+    from nci.querygen_steps import make_queries
+    from nci.runtime import check_device
+
     file = make_queries(documents, pairs, out=Path(args.out), recipe=recipe, device=check_device(args.device))
     queries = read_generated(file)
     print(f"{len(queries):,} queries for {len({d for _, d in queries}):,} of {len(documents):,} documents: {file}")
@@ -58,14 +63,14 @@ def querygen(args: Namespace) -> int:
 
 
 def compare(args: Namespace) -> int:
+    from nci.baselines.settings import BASELINES
     from nci.compare import METRICS, judged
+    from nci.compare import check_names as rows_of
     from nci.compare import compare as run
     from nci.corpus import open_dataset
     from nci.evaluate import check_metric
-    from nci.jobs import rank_in_parallel
     from nci.parsers import default_preset
-    from nci.systems import generated_source
-    from nci.workbench import BASELINES, Workbench
+    from nci.systems import check_names, generated_source
 
     dataset = open_dataset(args.data)
     if dataset is None:
@@ -79,52 +84,79 @@ def compare(args: Namespace) -> int:
     out, names, splits = Path(args.out), _systems(args.systems), words(args.split)
     if not splits:
         raise ConfigError("--split names at least one split, as in test,dev")
-    start = Config.preset(args.preset or default_preset(["--device", args.device] if args.device else []))
-    config = changed(start, args.set)
-    given = {
-        name: {k: v for k, v in vars(getattr(args, name)).items() if (k, v) != ("encoder", None)} for name in BASELINES
-    }
+    if args.tradeoff and len(splits) < 2:
+        raise ConfigError("--tradeoff needs two splits: of documents with training queries, then of those without")
+    check_names(names)
+    preset = args.preset or default_preset(["--device", args.device] if args.device else [])
+    config = changed(Config.preset(preset), args.set)
+    metrics = tuple(dict.fromkeys(["R@1", *words(args.metrics)])) if args.metrics else METRICS
+    for metric in metrics:
+        check_metric(metric)
+    for split in splits:
+        dataset.qrels(split)
+    generated = generated_source(args.generated, names, per_document=args.per_document, encoder=config.embed.encoder)
+    given = {name: {k: v for k, v in vars(getattr(args, name)).items() if v is not None} for name in BASELINES}
+    from nci.bench.timing import device_name  # from here on with torch, which takes its time
+    from nci.jobs import rank_in_parallel
+    from nci.runtime import check_device
+    from nci.workbench import Workbench
+
+    device = check_device(args.device)
     workbench = Workbench(
         dataset,
         out / "systems",
         config,
         device=args.device,
-        generated_from=generated_source(
-            args.generated, names, per_document=args.per_document, encoder=config.embed.encoder
-        ),
+        generated_from=generated,
         seeds=args.seeds,
         variant_seeds=args.variant_seeds,
         baselines=given,
     )
-    metrics = tuple(dict.fromkeys(["R@1", *words(args.metrics)])) if args.metrics else METRICS
-    for metric in metrics:
-        check_metric(metric)
     for split in splits:  # before anything is made for another one
         judged(workbench, split)
+    rows = rows_of(workbench, names)
     if args.jobs > 1:
-        rank_in_parallel(workbench, names, splits, out, jobs=args.jobs)
-    results = [run(workbench, names, split, out, metrics=metrics) for split in splits]
-    write_json(args.json, {**results[0].as_json(), "splits": {r.split: r.as_json() for r in results}})
+        rank_in_parallel(workbench, [*dict.fromkeys(rows.values())], splits, out, jobs=args.jobs)
+    append = Path(args.append) if args.append else None
+    results = [run(workbench, names, split, out, metrics=metrics, append=append) for split in splits]
+    facts: dict[str, Any] = {"rows": rows}
+    if args.tradeoff:
+        facts["tradeoff"] = _tradeoff(workbench, rows, (splits[0], splits[1]), out, Path(args.tradeoff))
+    facts |= {"preset": preset, "config": config.to_dict(), "nci": __version__, "device": device_name(device)}
+    write_json(args.json, {**results[0].as_json(), **facts, "splits": {r.split: r.as_json() for r in results}})
+    usual: Sequence[str] = ("R@1", "R@10", "R@100", "RR@100")
+    shown = metrics if args.metrics else usual
     if args.latex:
         with writing("--latex", args.latex):
-            Path(args.latex).write_text("\n".join(result.latex() for result in results), encoding="utf-8")
+            Path(args.latex).write_text("\n".join(result.latex(shown) for result in results), encoding="utf-8")
     if args.plot:
         from nci.plots import systems_plot
 
         with writing("--plot", args.plot):
-            systems_plot(results[0].systems, results[0].latency_ms, Path(args.plot))
+            title = f"{results[0].data}, {results[0].split}: quality and cost"
+            systems_plot(results[0].systems, results[0].latency_ms, Path(args.plot), title=title)
     if args.json != "-":
-        usual: Sequence[str] = ("R@1", "R@10", "R@100", "RR@100")
-        shown = [name for name in usual if name in metrics]
-        print("\n\n".join(result.text(shown) for result in results))
+        print("\n\n".join([*(result.text(shown) for result in results), results[0].notes()]))
     return 0
+
+
+def _tradeoff(
+    bench: Workbench, rows: Mapping[str, str], splits: tuple[str, str], out: Path, picture: Path
+) -> dict[str, Any]:
+    from nci.tradeoff import as_json, curves, draw
+
+    found = curves(bench, rows, splits, out)
+    with writing("--tradeoff", str(picture)):
+        draw(found, splits, picture, bench.dataset.folder.resolve().name)
+    return as_json(found, splits)
 
 
 def _systems(text: str) -> list[str]:
     """Names of --systems, with those of the full table in place of the word table."""
+    from nci.compare import split_names
     from nci.systems import PACKAGES, table_names
 
-    names = words(text)
+    names = split_names(text)
     if "table" not in names:
         return names
     usual, absent = table_names()
@@ -133,26 +165,6 @@ def _systems(text: str) -> list[str]:
         log.warning("left out of the table, since a package is missing: %s", packages)
     place = names.index("table")
     return [*names[:place], *(name for name in usual if name not in names), *names[place + 1 :]]
-
-
-def changed(config: Config, changes: Sequence[str]) -> Config:
-    """Settings with some fields changed, each as SECTION.FIELD=VALUE."""
-    import yaml
-
-    values = config.to_dict()
-    for change in changes:
-        name, equals, text = change.partition("=")
-        section, dot, field = name.strip().partition(".")
-        if not equals or not dot:
-            raise ConfigError(f"--set {change}: expected SECTION.FIELD=VALUE, as in train.epochs=2")
-        try:
-            values.setdefault(section, {})[field] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {change}: {text!r} is no value") from error
-    try:
-        return Config.from_dict(values)
-    except TypeError as error:
-        raise ConfigError(f"--set {' '.join(changes)}: a value is of the wrong kind: {error}") from error
 
 
 def bench(args: Namespace) -> int:

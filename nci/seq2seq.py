@@ -7,6 +7,7 @@ encoder-decoder model by name or folder, `fit` trains that and the offline gener
 from __future__ import annotations
 
 import copy
+import logging
 import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from nci.errors import DataError, MissingModelError
 from nci.pairs import plan_batches
 from nci.runtime import quiet
 from nci.train import Curve, PlanTrainer, last_checkpoint, plan_arguments
+
+log = logging.getLogger("nci")
 
 IGNORED = -100
 """A label that no loss counts; transformers uses the same number."""
@@ -153,6 +156,7 @@ def fit(model: nn.Module, batches: Batches, rates: TrainConfig, *, out: Path, ke
     arguments = plan_arguments(rates, out, steps, device)
     trainer = PlanTrainer(model=model, args=arguments, train_dataset=batches, rates=rates)
     resume = last_checkpoint(out)
+    log.info("%-10s a model that writes: %d pairs, %d steps", "training", len(batches.sources), steps)
     trainer.add_callback(Curve(trainer, out, rates, steps, None, resumed=resume))
     with quiet():
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)

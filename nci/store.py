@@ -187,6 +187,8 @@ def resolve(folder: Path) -> Path:
         line = str(error)
     if line is None and os.path.lexists(folder / "manifest.json"):
         return folder
+    if line is None and (folder / "qrels").is_dir():
+        raise IndexNotFoundError(f"{folder} is a data set, not an index: nci index {folder} -o my.index makes one")
     if line is None:
         reason = "no CURRENT file in it" if folder.is_dir() else "no such folder"
         raise IndexNotFoundError(f"{folder} is not an index: {reason}; make one with: nci index CORPUS -o {folder}")

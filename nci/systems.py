@@ -2,14 +2,18 @@
 
     bm25  bm25-okapi  bm25+trainq                 lexical; + training queries
     bm25+qg  bm25+qg50                            + at most 15 or 50 generated queries a document
-    dense  dense-hnsw  bert-bruteforce  bert-faiss   the index's own vectors; any encoder (--dense.encoder), exact
+    dense  dense-hnsw                             the index's own vectors, or any encoder's (--dense.encoder)
+    bert-bruteforce  bert-faiss                   the same as the paper's rows have it, always exact
     knn  dpr  ance  ance-maxp                     over training queries; trained dual encoders
     dsi  dsi-atomic  seal                         other generative ones
     nci  nci-untrained  nci-zeroed  nci-pure      the index; before training; without its generative part; without anchors
     nci-noqg  nci-qg50                            without generated queries; with at most 50 a document
+    nci-unconstrained                             searched without its tree, with model.normalise=position or vocabulary
     nci-ensemble                                  all seeds of nci merged
+    nci[train.alpha=0.15,tree.k=10]               any of these indexes but the ensemble, with other settings
     rrf:A+B  sum:A+B  rerank:A                    built on others
 
+A word before an equals sign is the name of the row: no-pawa=nci[model.head=tied,model.adapter_layers=0].
 A system is made once, in a folder of the workbench named by a hash of what it depends on. What several systems share
 (generated queries, vectors, an index) is named by `needs`, so that it can be made before them.
 """
@@ -18,84 +22,79 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from nci.baselines import Baseline, Searcher
 from nci.baselines.bm25 import BM25
 from nci.baselines.dense import Dense
 from nci.config import content_key
 from nci.errors import ConfigError
-from nci.index import Index, search_many
-from nci.querygen import QueryGenConfig
-from nci.querygen_steps import Recipe
+from nci.names import INDEXES, config_of, kind_of, labelled, leaves, parts_of
+from nci.recipe import QueryGenConfig, Recipe
 from nci.records import Hit
-from nci.runtime import check_device
 from nci.training_data import split_pairs
-from nci.workbench import Workbench
+
+if TYPE_CHECKING:  # both import torch; a name that was typed wrong is to be told at once
+    from nci.index import Index
+    from nci.workbench import Workbench
 
 Made = tuple[Searcher, int]
 """A system and the bytes of what it keeps."""
 
-PURE: dict[str, dict[str, Any]] = {"model": {"anchor": "none", "content": False, "edge_bias": False}}
-DSI: dict[str, dict[str, Any]] = {
-    "model": {**PURE["model"], "head": "tied", "adapter_layers": 0, "normalise": "position"},
-    "pairs": {"generated": 0.0, "spans": 0},
-    "train": {"alpha": 0.0, "spare_unseen": False},
-}
-DSI_ATOMIC = {**DSI, "tree": {"ids": "atomic"}, "model": {**DSI["model"], "normalise": "children"}}
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse names that stand for nothing, whatever the data."""
+    if not names:
+        raise ConfigError("--systems names no system; give one or more, as in bm25,nci")
+    rows = Counter(labelled(name)[0] for name in names)
+    for row, times in rows.items():
+        if times > 1:
+            raise ConfigError(f"--systems names {row} {times} times; each system is one row")
+        if not row:
+            raise ConfigError("--systems: a row has no name; expected ROW=SYSTEM, or SYSTEM alone")
+    for name in names:
+        _check_name(labelled(name)[1])
 
 
-def leaves(name: str) -> list[str]:
-    """The systems at the bottom of one that is built on others; itself where it is not.
-
-    >>> leaves("rerank:rrf:bm25+trainq+dense")
-    ['bm25+trainq', 'dense']
-    """
+def _check_name(name: str) -> None:
+    kind = kind_of(name)
+    composed = name.startswith(f"{kind}:")
+    if composed and kind not in COMPOSED:
+        raise ConfigError(f"--systems: {kind!r} is built on nothing; {', '.join(COMPOSED)} are")
+    if not composed and kind not in MAKERS and kind not in INDEXES:
+        known = ", ".join([*MAKERS, *INDEXES, *(f"{kind}:..." for kind in COMPOSED)])
+        raise ConfigError(f"--systems: there is no {name!r}; there are {known}")
+    if kind in MAKERS and name != kind:
+        raise ConfigError(f"--systems {name}: {kind} has no settings in brackets; {', '.join(INDEXES)} have")
     parts = parts_of(name)
-    return [leaf for part in parts for leaf in leaves(part)] if parts else [name]
-
-
-def parts_of(name: str) -> list[str]:
-    """What a system is built on: names joined by +, some of which have a + of their own.
-
-    >>> parts_of("rrf:bm25+trainq+nci+bm25")
-    ['bm25+trainq', 'nci', 'bm25']
-    """
-    kind, colon, inner = name.partition(":")
-    if not colon or kind == "rerank":
-        return [inner] if colon else []
-    out: list[str] = []
-    for word in inner.split("+"):
-        if out and f"{out[-1].rpartition(':')[2]}+{word}" in MAKERS:
-            out[-1] += f"+{word}"
-        else:
-            out.append(word)
-    return out
+    for part in parts:
+        _check_name(part)
+    if kind in ("rrf", "sum") and len(set(parts)) < 2:
+        raise ConfigError(f"--systems: {name} needs two systems or more, joined by +")
 
 
 def check(bench: Workbench, name: str) -> None:
-    """Refuse a name that stands for nothing, and what the data has not the parts for."""
-    kind, colon, _ = name.partition(":")
-    if colon and kind not in COMPOSED:
-        raise ConfigError(f"--systems: {kind!r} is built on nothing; {', '.join(COMPOSED)} are")
-    if not colon and name not in MAKERS:
-        known = ", ".join([*MAKERS, *(f"{kind}:..." for kind in COMPOSED)])
-        raise ConfigError(f"--systems: there is no {name!r}; there are {known}")
-    parts = parts_of(name)
-    for part in parts:
+    """Refuse wrong settings, and what the data has not the parts for."""
+    kind = kind_of(name)
+    if kind in INDEXES:
+        model = config_of(bench.config, name).model
+        if kind == "nci-unconstrained" and model.normalise == "children":
+            raise ConfigError(
+                f"--systems {name}: only a model that knows more than a node's real children is searched without its tree: "
+                "add [model.normalise=position,model.anchor=none,model.content=false,model.edge_bias=false]"
+            )
+    for part in parts_of(name):
         check(bench, part)
-    if kind in ("rrf", "sum") and len(set(parts)) < 2:
-        raise ConfigError(f"--systems: {name} needs two systems or more, joined by +")
     if kind in NEED_PAIRS and not bench.pairs:
         raise ConfigError(f"--systems: {name} needs training queries, and the data has no qrels/train.tsv")
     if kind == "sum" and not split_pairs(bench.dataset, "dev"):
         raise ConfigError(
             f"--systems: {name} needs held-out queries for its weights, and the data has no qrels/dev.tsv"
         )
-    if name in NEED_GENERATED and bench.generated_from is None:
+    if kind in NEED_GENERATED and bench.generated_from is None:
         raise ConfigError(
             f"--systems: {name} needs generated queries: --generated auto makes them, --generated FILE names them"
         )
@@ -119,7 +118,7 @@ def generated_source(
     """
     if option not in ("none", "auto"):
         return Path(option)
-    asked = {leaf for name in names for leaf in leaves(name)}
+    asked = {kind_of(leaf) for name in names for leaf in leaves(labelled(name)[1])}
     if option == "none" or asked.isdisjoint(ASK_FOR_GENERATED):
         return None
     usual = 50 if any(name.endswith("qg50") for name in asked) else 15
@@ -130,22 +129,23 @@ def seeds_of(bench: Workbench, name: str) -> int:
     """How many times a system is made: what has a tree of its own once per seed."""
     if name in ("nci", "nci-untrained", "nci-zeroed"):
         return bench.seeds
-    return bench.variant_seeds or bench.seeds if name in SEEDED else 1
+    return bench.variant_seeds or bench.seeds if kind_of(name) in INDEXES else 1
 
 
 def needs(bench: Workbench, name: str, seed: int) -> list[tuple[str, int]]:
     """What must be made before a system, as (name, seed): other systems, and what SHARED names."""
+    kind = kind_of(name)
     found = [(part, 0) for part in parts_of(name)]
-    if name in TAKE_GENERATED and isinstance(bench.generated_from, Recipe):
+    if kind in TAKE_GENERATED and isinstance(bench.generated_from, Recipe):
         found.append(("generated queries", 0))
         if bench.config.calibrate.share:
             found.append(("held-out queries", 0))
-    if name in ("dense", "dense-hnsw"):
+    if name in ("dense", "dense-hnsw") and not bench.baselines.get("dense"):
         found.append(("untrained index", 0))
     if name == "ance":
         found.append(("dpr", 0))
-    if name in ("nci-untrained", "nci-zeroed"):
-        found.append(("nci", seed))
+    if kind in INDEXES and INDEXES[kind].system != "trained":
+        found.append((f"nci{name.removeprefix(kind)}", seed))
     if name == "nci-ensemble":
         found += [("nci", each) for each in range(bench.seeds)]
     return found
@@ -153,24 +153,29 @@ def needs(bench: Workbench, name: str, seed: int) -> list[tuple[str, int]]:
 
 def key(bench: Workbench, name: str, seed: int = 0) -> str:
     """A hash of everything that decides what a system is."""
-    kind = name.partition(":")[0]
+    kind = kind_of(name)
     parts = [key(bench, part) for part in parts_of(name)]
     section = SECTION.get(kind)
     settings: Any = bench.settings[section] if section else None
-    if name in SEEDED or name == "nci-ensemble":
-        settings = [bench.config.to_dict(), bench.seeds if name == "nci-ensemble" else seed]
+    if kind in INDEXES:
+        settings = [config_of(bench.config, name).to_dict(), seed]
+    elif name == "nci-ensemble":
+        settings = [bench.config.to_dict(), bench.seeds]
     elif name in ("dense", "dense-hnsw"):
-        settings = bench.config.embed
+        settings = bench.settings["dense"] if bench.baselines.get("dense") else bench.config.embed
     elif kind == "sum":
         settings = split_pairs(bench.dataset, "dev")
-    return content_key(name, parts, bench.data_key, name in TAKE_GENERATED and bench.generated_key, settings)
+    return content_key(name, parts, bench.data_key, kind in TAKE_GENERATED and bench.generated_key, settings)
 
 
 def make(bench: Workbench, name: str, seed: int = 0) -> Made:
     """The system and the bytes of what it keeps, made or opened once."""
     if (name, seed) not in bench.made:
-        composed = COMPOSED.get(name.partition(":")[0])
-        bench.made[name, seed] = composed(bench, name) if composed else MAKERS[name](bench, seed)
+        kind = kind_of(name)
+        if kind in INDEXES:
+            bench.made[name, seed] = _index(bench, name, seed)
+        else:
+            bench.made[name, seed] = COMPOSED[kind](bench, name) if kind in COMPOSED else MAKERS[name](bench)
     return bench.made[name, seed]
 
 
@@ -181,7 +186,19 @@ class Several(Baseline):
         self._indexes = indexes
 
     def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+        from nci.index import search_many
+
         return list(search_many(self._indexes, texts, k, method="paper"))
+
+
+class Unconstrained(Baseline):
+    """An index that is searched without its tree."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+        return list(self._index.search(texts, k, mode="unconstrained"))
 
 
 def folder_bytes(folder: Path) -> int:
@@ -208,6 +225,9 @@ def _bm25(bench: Workbench, extra: Iterable[tuple[str, str]] = (), *, okapi: boo
 
 
 def _dense(bench: Workbench) -> Made:
+    """The index's own vectors; with a --dense flag, vectors of its own."""
+    if bench.baselines.get("dense"):
+        return _encoded(bench, "dense", "cosine", "auto")
     documents, encoder, vectors = bench.flat()
     return Dense(documents, encoder, vectors), vectors.nbytes
 
@@ -215,17 +235,21 @@ def _dense(bench: Workbench) -> Made:
 def _hnsw(bench: Workbench) -> Made:
     from nci.baselines.dense_hnsw import DenseHnsw
 
-    flat = bench.flat()
     folder = _folder(bench, "dense-hnsw")
+    if bench.baselines.get("dense"):
+        settings, device = bench.settings["dense"], _device(bench)
+        system = DenseHnsw.build(bench.documents, out=folder, settings=settings, device=device)
+        return system, system.index_bytes
+    flat = bench.flat()
     folder.mkdir(parents=True, exist_ok=True)
     return DenseHnsw(*flat, folder=folder), folder_bytes(folder)
 
 
-def _bert(
-    bench: Workbench, name: str, similarity: Literal["cosine", "dot"], backend: Literal["faiss", "numpy"]
+def _encoded(
+    bench: Workbench, name: str, similarity: Literal["cosine", "dot"], backend: Literal["auto", "faiss", "numpy"]
 ) -> Made:
     settings = replace(bench.settings["dense"], similarity=similarity, backend=backend)
-    out, device = _folder(bench, name), check_device(bench.device)
+    out, device = _folder(bench, name), _device(bench)
     system = Dense.build(bench.documents, out=out, settings=settings, device=device, name=name)
     return system, system.index_bytes
 
@@ -234,10 +258,16 @@ def _folder(bench: Workbench, name: str) -> Path:
     return bench.folder_of(name, key(bench, name))
 
 
+def _device(bench: Workbench) -> str:
+    from nci.runtime import check_device
+
+    return check_device(bench.device)
+
+
 def _trained(bench: Workbench, name: str, kind: Any, settings: Any, **more: Any) -> Made:
     """A baseline from its folder, trained into it first where that is not complete."""
     folder = _folder(bench, name)
-    more["device"] = check_device(bench.device)
+    more["device"] = _device(bench)
     if not (folder / "COMPLETE").exists():
         kind.train(bench.documents, bench.pairs, out=folder, settings=settings, **more)
     return kind.load(folder, bench.documents, **more), folder_bytes(folder)
@@ -267,25 +297,16 @@ def _seal(bench: Workbench) -> Made:
     return _trained(bench, "seal", Seal, bench.settings["seal"])
 
 
-def _nci(bench: Workbench, seed: int, system: str = "trained") -> Made:
-    index = bench.index(seed)
-    return cast(Searcher, index.system(system)), folder_bytes(index.generation)
+def _index(bench: Workbench, name: str, seed: int) -> Made:
+    kind = kind_of(name)
+    variant = INDEXES[kind]
+    index = bench.index(seed, config_of(bench.config, name).to_dict(), kind if variant.changes else "nci")
+    free = variant.system == "unconstrained"
+    searcher = Unconstrained(index) if free else cast(Searcher, index.system(variant.system))
+    return searcher, folder_bytes(index.generation)
 
 
-def _changed(
-    label: str, changes: Mapping[str, Mapping[str, Any]], *, longer: int = 1
-) -> Callable[[Workbench, int], Made]:
-    """Makes an index with other settings; what has no anchor must learn everything and is trained `longer`."""
-
-    def build(bench: Workbench, seed: int) -> Made:
-        train = {**changes.get("train", {}), "epochs": longer * bench.config.train.epochs}
-        index = bench.index(seed, {**changes, "train": train}, label)
-        return cast(Searcher, index), folder_bytes(index.generation)
-
-    return build
-
-
-def _ensemble(bench: Workbench, _: int) -> Made:
+def _ensemble(bench: Workbench) -> Made:
     indexes = [bench.index(seed) for seed in range(bench.seeds)]
     return Several(indexes), sum(folder_bytes(index.generation) for index in indexes)
 
@@ -321,29 +342,21 @@ def _reranked(bench: Workbench, name: str) -> Made:
     return system, size + own
 
 
-MAKERS: dict[str, Callable[[Workbench, int], Made]] = {
-    "bm25": lambda bench, _: _bm25(bench),
-    "bm25-okapi": lambda bench, _: _bm25(bench, okapi=True),
-    "bm25+trainq": lambda bench, _: _bm25(bench, bench.pairs),
-    "bm25+qg": lambda bench, _: _bm25(bench, first_of_each(bench.generated, 15)),
-    "bm25+qg50": lambda bench, _: _bm25(bench, first_of_each(bench.generated, 50)),
-    "dense": lambda bench, _: _dense(bench),
-    "dense-hnsw": lambda bench, _: _hnsw(bench),
-    "bert-bruteforce": lambda bench, _: _bert(bench, "bert-bruteforce", "cosine", "numpy"),
-    "bert-faiss": lambda bench, _: _bert(bench, "bert-faiss", "dot", "faiss"),
-    "knn": lambda bench, _: _knn(bench),
-    "dpr": lambda bench, _: _dual(bench, "dpr", refreshes=0),
-    "ance": lambda bench, _: _ance(bench),
-    "ance-maxp": lambda bench, _: _dual(bench, "ance-maxp", passage="maxp"),
-    "seal": lambda bench, _: _seal(bench),
-    "dsi": _changed("dsi", DSI, longer=6),
-    "dsi-atomic": _changed("dsi-atomic", DSI_ATOMIC, longer=6),
-    "nci": _nci,
-    "nci-untrained": lambda bench, seed: _nci(bench, seed, "untrained"),
-    "nci-zeroed": lambda bench, seed: _nci(bench, seed, "zeroed"),
-    "nci-pure": _changed("nci-pure", PURE, longer=2),
-    "nci-noqg": _changed("nci-noqg", {"pairs": {"generated": 0.0}}),
-    "nci-qg50": _changed("nci-qg50", {"pairs": {"generated_queries": 50}}),
+MAKERS: dict[str, Callable[[Workbench], Made]] = {
+    "bm25": _bm25,
+    "bm25-okapi": lambda bench: _bm25(bench, okapi=True),
+    "bm25+trainq": lambda bench: _bm25(bench, bench.pairs),
+    "bm25+qg": lambda bench: _bm25(bench, first_of_each(bench.generated, 15)),
+    "bm25+qg50": lambda bench: _bm25(bench, first_of_each(bench.generated, 50)),
+    "dense": _dense,
+    "dense-hnsw": _hnsw,
+    "bert-bruteforce": lambda bench: _encoded(bench, "bert-bruteforce", "cosine", "numpy"),
+    "bert-faiss": lambda bench: _encoded(bench, "bert-faiss", "dot", "faiss"),
+    "knn": _knn,
+    "dpr": lambda bench: _dual(bench, "dpr", refreshes=0),
+    "ance": _ance,
+    "ance-maxp": lambda bench: _dual(bench, "ance-maxp", passage="maxp"),
+    "seal": _seal,
     "nci-ensemble": _ensemble,
 }
 COMPOSED: dict[str, Callable[[Workbench, str], Made]] = {"rrf": _fused, "sum": _summed, "rerank": _reranked}
@@ -356,11 +369,10 @@ SECTION = {
     **{"bert-bruteforce": "dense", "bert-faiss": "dense", "knn": "knn", "seal": "seal", "rerank": "rerank"},
     **dict.fromkeys(("dpr", "ance", "ance-maxp"), "dual"),
 }
-SEEDED = {"nci", "nci-untrained", "nci-zeroed", "nci-pure", "nci-noqg", "nci-qg50", "dsi", "dsi-atomic"}
 NEED_PAIRS = {"bm25+trainq", "knn", "dpr", "ance", "ance-maxp", "seal", "dsi", "dsi-atomic", "nci-pure", "rerank"}
 NEED_GENERATED = {"bm25+qg", "bm25+qg50", "nci-qg50"}
 ASK_FOR_GENERATED = NEED_GENERATED | {"nci-noqg"}  # without them, nci-noqg would be nci under another name
-TAKE_GENERATED = NEED_GENERATED | {"nci", "nci-untrained", "nci-zeroed", "nci-pure", "nci-ensemble"}
+TAKE_GENERATED = NEED_GENERATED | (INDEXES.keys() - {"nci-noqg", "dsi", "dsi-atomic"}) | {"nci-ensemble"}
 TABLE = (
     *("bm25", "bm25-okapi", "bm25+trainq", "bm25+qg", "dense", "dense-hnsw", "knn", "dpr", "ance", "seal", "dsi"),
     *("rrf:bm25+trainq+ance", "sum:bm25+trainq+ance", "rerank:bm25+trainq"),

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from nci.config import EmbedConfig, TuneConfig, content_key
+from nci.contrast_settings import ContrastSettings
 from nci.contrastive import train_encoder
-from nci.contrastive_data import ContrastSettings, Pairs, Passages, Tokens
+from nci.contrastive_data import Pairs, Passages, Tokens
 from nci.embed import fingerprint
 from nci.encoders import ForeignEncoder, TextEncoder, fetch_encoder
 from nci.errors import ConfigError, DataError

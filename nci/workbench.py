@@ -25,7 +25,8 @@ from nci.corpus import Dataset, fingerprint
 from nci.encoders import TextEncoder
 from nci.index import Index, build, load
 from nci.querygen import FILE, read_generated
-from nci.querygen_steps import Recipe, make_queries
+from nci.querygen_steps import make_queries
+from nci.recipe import Recipe
 from nci.records import Document
 from nci.runtime import check_device
 from nci.training_data import split_pairs

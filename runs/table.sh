@@ -5,7 +5,8 @@
 #   QUICK=1 runs/table.sh DATA_ROOT OUT      few systems, one seed, the preset fast: for two CPU cores
 #
 # OUT/NAME gets table.txt, table.json, table.tex, table.png and all that was built. The same command takes up a killed run,
-# and where everything is there it only prints. `nci compare --help` explains the systems.
+# and where everything is there it only prints. `nci compare --help` explains the systems. PYTHON names the interpreter
+# that nci is installed for: PYTHON=venv/bin/python runs/table.sh DATA_ROOT OUT.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python}
@@ -23,6 +24,10 @@ fi
   echo "${0##*/}: give the folder of the data sets and a folder for the results: ${0##*/} DATA_ROOT OUT" >&2
   exit 2
 }
+"$PYTHON" -c 'import nci, jsonargparse' 2>/dev/null || {
+  echo "${0##*/}: $PYTHON cannot import nci and jsonargparse; name one that can: PYTHON=venv/bin/python ${0##*/} DATA_ROOT OUT" >&2
+  exit 1
+}
 root=$1 out=$2 found=0
 for data in "$root" "$root"/*; do
   [[ -e $data/corpus.jsonl && -e $data/qrels/test.tsv ]] || continue
@@ -32,7 +37,11 @@ for data in "$root" "$root"/*; do
   mkdir -p "$out/$name"
   "$PYTHON" -m nci compare "$data" --systems "$SYSTEMS" --split "$splits" --seeds "$SEEDS" --variant-seeds 1 --jobs "$JOBS" --preset "$PRESET" \
     -o "$out/$name" --json "$out/$name/table.json" --latex "$out/$name/table.tex" --plot "$out/$name/table.png" |
-    tee "$out/$name/table.txt"
+    tee "$out/$name/table.tmp" || {
+    rm -f "$out/$name/table.tmp"
+    exit 1
+  }
+  mv "$out/$name/table.tmp" "$out/$name/table.txt"
 done
 ((found)) || {
   echo "${0##*/}: there is no BEIR folder in $root: corpus.jsonl, queries.jsonl and qrels/test.tsv were expected" >&2

@@ -101,7 +101,10 @@ def test_search_as_json(ok: Callable[..., str], index: Path, tmp_path: Path) -> 
 
 def test_evaluate_as_json(ok: Callable[..., str], index: Path, beir: Path) -> None:
     written = json.loads(ok("evaluate", index, beir, "--split", "test", "--json", "-"))
-    assert list(written) == ["metrics", "queries", "seconds", "documents_scored"]
+    assert list(written)[:4] == ["metrics", "queries", "seconds", "documents_scored"]
+    assert (written["data"], written["split"], written["indexes"]) == ("beir", "test", [str(index)])
+    assert written["config"] == Index(index).config.to_dict()
+    assert (written["nci"], "core" in written["device"]) == (nci.__version__, True)
     assert list(written["metrics"]) == ["R@1", "R@10", "R@100", "RR@100"]
     assert all(0 <= value <= 1 for value in written["metrics"].values())
     assert written["metrics"]["R@100"] == 1.0, "100 hits of 60 documents hold every relevant one"

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 from tiny import make_beir, make_documents, tiny_values, write_lines
 
+from nci.baselines.dense import Dense
 from nci.compare import Result, compare, latency_ms, search_all
 from nci.config import Config
 from nci.corpus import open_dataset
 from nci.errors import ConfigError, DataError
 from nci.evaluate import evaluate, per_query
-from nci.querygen_steps import Recipe
+from nci.recipe import Recipe
 from nci.records import Hit
-from nci.systems import check, key, leaves, make, parts_of, table_names
+from nci.systems import check, key, leaves, make, needs, parts_of, table_names
 from nci.workbench import Workbench
 
 
@@ -131,10 +132,61 @@ def test_the_texts_show_every_system(result: Result) -> None:
     text, latex = result.text(), result.latex()
     for name in NAMES:
         assert sum(line.startswith(name + " ") for line in text.splitlines()) == 2
-    assert latex.count(r"\\") == len(NAMES) + 1
+    assert latex.count(r"\\") == len(NAMES) + 2
     best = max(row["R@1"] for row in result.systems.values())
     assert rf"\textbf{{{100 * best:.2f}}}" in latex
-    assert "Success@k" in text
+    assert "Success@k" in result.notes()
+    assert "Success@k" not in text, "once for all splits"
+    assert "baselines run as their libraries do" in result.notes()
+
+
+def test_what_the_columns_mean_is_said(result: Result) -> None:
+    test = f"paired bootstrap over documents, Holm-corrected over the {len(NAMES) - 1} systems"
+    assert result.as_json()["test"] == test
+    assert f"p: {test}." in result.notes()
+    (row,) = [line for line in result.text().splitlines() if line.startswith("nci-ensemble ") and "merged" in line]
+    assert row.split()[3:5] == ["2", "merged"]
+    assert result.merged == {"nci-ensemble": 2}
+    assert result.text().startswith("data: test, 12 queries")
+
+
+def test_latex_says_what_it_is_of(result: Result) -> None:
+    lines = result.latex(["R@1", "RR@100"]).splitlines()
+    assert lines[0] == f"% data, test, 12 queries (%); p: {result.test}"
+    assert lines[1] == r"\begin{tabular}{lrrrr}"
+    assert lines[2] == r"\multicolumn{5}{l}{data, test, 12 queries (\%)} \\"
+    assert lines[3] == r"system & R@1 & RR@100 & R@1 $\pm$ & $p$ against nci \\ \hline"
+    cells = {cells[0]: cells for line in lines[4:-1] if (cells := line.removesuffix(r" \\").split(" & "))}
+    assert cells["nci"][3:] == [f"{100 * result.spread['nci']['R@1']:.2f}", "--"]
+    assert cells["dense"][3:] == ["--", f"{result.p_values['dense']:.4f}"]
+    alone = Result("test", 1, "bm25", {"bm25": {"R@1": 0.5}}, data="a_b").latex(["R@1"]).splitlines()
+    assert alone[:3] == [
+        "% a_b, test, 1 queries (%)",
+        r"\begin{tabular}{lr}",
+        r"\multicolumn{2}{l}{a\_b, test, 1 queries (\%)} \\",
+    ]
+    assert alone[3] == r"system & R@1 \\ \hline"
+
+
+def test_flags_of_dense_search_are_heeded(workbench: Workbench, result: Result, encoder: Path) -> None:
+    """Without any the index's own vectors are searched, with one those of its own settings."""
+    own = replace(workbench, baselines={"dense": {"max_length": 3}}, made={})
+    for name in ("dense", "dense-hnsw"):
+        assert key(own, name) != key(workbench, name)
+        assert key(own, f"rrf:bm25+{name}") != key(workbench, f"rrf:bm25+{name}")
+        assert needs(workbench, name, 0) == [("untrained index", 0)]
+        assert needs(own, name, 0) == []
+        changed, usual = (make(bench, name)[0] for bench in (own, workbench))
+        texts = [query.text for query in workbench.dataset.split("test")[0]]
+        scores = [[hit.score for hits in each.search(texts, 5) for hit in hits] for each in (changed, usual)]
+        assert scores[0] != pytest.approx(scores[1], abs=1e-3), name
+    settings = replace(own.settings["dense"], similarity="cosine", backend="numpy")
+    wanted = Dense.build(own.documents, out=own.folder / "alone", settings=settings)
+    found = make(own, "dense")[0]
+    assert settings.max_length == 3
+    assert [hit.doc_id for hit in found.search("apple pear", 5)] == [
+        hit.doc_id for hit in wanted.search("apple pear", 5)
+    ]
 
 
 def test_paired_values_are_means_over_seeds(result: Result, workbench: Workbench) -> None:
@@ -155,8 +207,8 @@ def test_paired_values_are_means_over_seeds(result: Result, workbench: Workbench
     ("names", "said"),
     [
         (["nothing"], "there is no 'nothing'"),
-        (["bm25", "bm25"], "once"),
-        ([], "at least one"),
+        (["dense", "bm25", "bm25"], "--systems names bm25 2 times"),
+        ([], "names no system; give one or more"),
         (["rrf:bm25+nothing"], "there is no 'nothing'"),
         (["max:bm25+dense"], "'max'"),
         (["rrf:bm25"], "two systems"),

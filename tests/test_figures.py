@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.container import BarContainer, ErrorbarContainer
 from tiny import POSITION, tiny_config
 
 import nci
@@ -23,7 +25,7 @@ from nci import cli
 from nci.corpus import open_dataset
 from nci.errors import ConfigError, DataError
 from nci.evaluate import evaluate
-from nci.figures import FIGURES, beam, curve, frequency
+from nci.figures import FIGURES, beam, curve, frequency, style
 from nci.figures.frequency import bin_of
 from nci.figures.prefixes import prefix_mass
 from nci.figures.scene import CannotDrawError, Scene, similar_pairs
@@ -267,13 +269,67 @@ def test_a_foreign_table_is_refused(tmp_path: Path) -> None:
 def test_other_commands_draw_on_the_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     systems = {"bm25": {"R@1": 0.4}, "nci": {"R@1": 0.5}}
     times = {"bm25": 0.0, "nci": 12.0}
-    assert systems_plot(systems, times, tmp_path / "systems.svg")
+    assert systems_plot(systems, times, tmp_path / "systems.svg", title="data, test")
+    assert "data, test" in (tmp_path / "systems.svg").read_text()
     assert learning_curve(folder / "reports" / "curve.csv", tmp_path / "curve.png")
     assert all(is_picture(path) for path in tmp_path.iterdir())
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert not systems_plot(systems, times, tmp_path / "more.png")
+    assert not systems_plot(systems, times, tmp_path / "more.png", title="")
     assert not learning_curve(folder / "reports" / "curve.csv", tmp_path / "more.png")
     assert not (tmp_path / "more.png").exists()
+
+
+def test_names_beside_points_cover_nothing() -> None:
+    """Points that are close together, and some in the corners."""
+    spots = [(4.0 + n / 100, 50.0 + n / 50) for n in range(8)] + [(0.5, 0.0), (100.0, 100.0), (100.0, 0.0)]
+    with styled():
+        figure, (axes,) = canvas("close")
+        axes.scatter(*zip(*spots, strict=True))
+        axes.set(xscale="log")
+        style.round_values(axes.xaxis, [x for x, _ in spots])
+        style.label_points(axes, [(f"system:number+{n}", spot) for n, spot in enumerate(spots)], size=8)
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        figure.draw(renderer)
+        frame = axes.get_window_extent(renderer).padded(1)
+        boxes = [text.get_window_extent(renderer) for text in axes.texts if text.get_text()]
+        assert len(boxes) == len(spots)
+        for number, box in enumerate(boxes):
+            assert frame.x0 <= box.x0 < box.x1 <= frame.x1
+            assert frame.y0 <= box.y0 < box.y1 <= frame.y1
+            assert not any(box.padded(-0.5).overlaps(other.padded(-0.5)) for other in boxes[:number])
+            assert not any(box.contains(*axes.transData.transform(spot)) for spot in spots)
+
+
+@pytest.mark.parametrize("values", [(9.2, 9.3, 13.5), (3, 14), (1, 900), (7, 7)])
+def test_ticks_are_round_and_enough(values: tuple[float, ...]) -> None:
+    with styled():
+        _, (axes,) = canvas("")
+        axes.set(xscale="log")
+        style.round_values(axes.xaxis, values)
+        ticks = [float(label.get_text()) for label in axes.get_xticklabels()]
+    assert ticks == sorted(set(ticks))
+    assert min(ticks) <= min(values) <= max(values) <= max(ticks)
+    assert len(ticks) <= 15
+    assert len(ticks) >= 4 or min(values) == max(values)
+
+
+def test_few_pairs_have_no_interval_and_are_lighter(index: Index, beir: Path, tmp_path: Path) -> None:
+    data = Path(shutil.copytree(beir, tmp_path / "data"))
+    for name, keep in (("train", range(9, 60)), ("test", range(60))):
+        lines = (data / "qrels" / f"{name}.tsv").read_text().splitlines()
+        (data / "qrels" / f"{name}.tsv").write_text(
+            "\n".join([lines[0], *(lines[1:][n] for n in keep if n + 1 < len(lines))])
+        )
+    with styled():
+        drawing = frequency.draw(Scene([str(index.folder)], open_dataset(data), ["test"]))
+        bins, (axes,) = drawing.numbers["bins"], drawing.figure.axes
+        bars = [container for container in axes.containers if isinstance(container, BarContainer)]
+        few = [each["pairs"] < 10 for each in bins]
+        assert True in few
+        for container in bars:
+            assert [bar.get_alpha() is not None for bar in container] == few
+        intervals = [c for c in axes.containers if isinstance(c, ErrorbarContainer)]
+        assert len(intervals) == len(bars) * few.count(False)
 
 
 # The command

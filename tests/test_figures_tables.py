@@ -144,10 +144,11 @@ def test_rows_that_are_only_cited_are_marked(run: Nci) -> None:
 
 def test_own_rows_stand_beside(run: Nci, tmp_path: Path) -> None:
     compared = {"bm25": {"R@1": 0.2, "R@10": 0.4, "Success@10": 0.5, "RR@100": 0.3}, "nci": {"R@1": 0.7}}
-    (tmp_path / "c.json").write_text(json.dumps({"split": "test", "systems": compared}))
+    (tmp_path / "c.json").write_text(json.dumps({"data": "nq-320k", "split": "test", "systems": compared}))
     code, out, err = run("cited", "nq320k", "--beside", tmp_path / "c.json")
-    assert code == 0, err
+    assert (code, err) == (0, "")
     lines = out.splitlines()
+    assert lines[-2] == "run here: nq-320k, test"
     assert lines[1].split() == ["bm25", "20.00", "50.00", "-", "30.00", "run", "here"]
     assert lines[2].split() == ["nci", "70.00", "-", "-", "-", "run", "here"]
     assert lines[3].startswith("NCI (base)")
@@ -157,6 +158,14 @@ def test_own_rows_stand_beside(run: Nci, tmp_path: Path) -> None:
     found = json.loads(out)
     assert found["ours"][0] == {"system": "bm25", "Recall@1": 20, "Recall@10": 50, "Recall@100": None, "MRR@100": 30}
     assert found["cited"][6]["source"] == "Table 1, which has it from DSI's paper"
+
+
+def test_rows_of_other_data_are_a_warning(run: Nci, tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text(json.dumps({"data": "squad", "split": "dev", "systems": {"a": {"R@5": 1}}}))
+    code, out, err = run("cited", "triviaqa", "--beside", tmp_path / "c.json", "--json", "-")
+    assert code == 0
+    assert err == f"--beside {tmp_path / 'c.json'} is of 'squad', which does not look like triviaqa\n"
+    assert (json.loads(out)["data"], json.loads(out)["split"]) == ("squad", "dev")
 
 
 def test_a_row_of_evaluate_stands_beside(run: Nci, tmp_path: Path) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from tiny import tiny_config, tiny_values
+from tiny import environment, tiny_config, tiny_values
 
 from nci.corpus import open_dataset
 from nci.errors import NciError
 from nci.jobs import in_order, rank_in_parallel
-from nci.querygen_steps import Recipe
+from nci.recipe import Recipe
 from nci.systems import needs
 from nci.workbench import Workbench
 
@@ -97,3 +101,61 @@ def test_what_died_is_tried_again_alone(
         rank_in_parallel(bench, names, ["test"], tmp_path, jobs=2)
     found = {path.name.rpartition("-0-test")[0] for path in (tmp_path / "runs").glob("*.json")}
     assert found == {"bm25", "rrf_bm25_trainq_dense"}
+
+
+def alive(group: int) -> set[int]:
+    """Processes of a group that still run."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, its_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+        except OSError:  # it ended meanwhile
+            continue
+        if int(its_group) == group and state != "Z":
+            found.add(int(folder.name))
+    return found
+
+
+def workers(group: int) -> set[int]:
+    return {each for each in alive(group) if "spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes().decode()}
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("how", ["killed", "terminated", "interrupted"])
+def test_no_process_outlives_the_command(beir: Path, tmp_path: Path, flags: list[str], how: str) -> None:
+    """One works, one waits for work: both end at once; Ctrl-C reaches the whole group, as from a terminal."""
+    words = ["--systems", "bm25,nci", "--jobs", "2", "--set", "train.epochs=500"]
+    command = [sys.executable, "-m", "nci", "compare", str(beir), *flags, *words]
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert wait_until(lambda: len(workers(process.pid)) == 2, 60)
+        assert wait_until(lambda: bool(list((tmp_path / "out" / "runs").glob("bm25-*.json"))), 60)
+        for each in workers(process.pid):  # which of two is faster, its traceback or its end, would be chance
+            blocked = re.search(r"SigBlk:\s*(\w+)", Path(f"/proc/{each}/status").read_text())
+            assert blocked is not None
+            assert int(blocked[1], 16) & 1 << signal.SIGINT - 1, "Ctrl-C is for the parent alone"
+        if how == "killed":
+            process.kill()
+        elif how == "terminated":
+            process.terminate()
+        else:
+            os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+        assert wait_until(lambda: not workers(process.pid), 5), "a process is left behind"
+    finally:
+        for each in alive(process.pid):
+            os.kill(each, signal.SIGKILL)
+    assert out == ""
+    if how != "killed":
+        assert process.returncode == 130
+        assert err.strip() == "nci compare: stopped; the same command goes on where this one was"

@@ -469,7 +469,7 @@ def test_mistakes_are_said(tmp_path: Path, own: Path) -> None:
         "temperature": [0.0, math.nan],
     }
     for field, value in [(field, value) for field, values in mistakes.items() for value in values]:
-        with pytest.raises(ConfigError, match=f"--querygen.{field}"):
+        with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')} is"):
             QueryGenConfig(**{field: value})
     with pytest.raises(DataError, match="no documents"):
         generate_queries([], generator=own, out=tmp_path)

@@ -18,13 +18,13 @@ from prepare_samples import write_lines as write_rows
 from safetensors.torch import load_file
 from tiny import make_beir, make_t5, tiny_flags, tiny_values, write_lines
 
-from nci.config import Config
+from nci import __version__
+from nci.config import Config, changed
 from nci.corpus import open_dataset
 from nci.errors import ConfigError
 from nci.index import Index
 from nci.querygen import QueryGenConfig, read_generated
-from nci.querygen_steps import Recipe
-from nci.research import changed
+from nci.recipe import Recipe
 from nci.systems import first_of_each, generated_source, make, seeds_of
 from nci.workbench import Workbench
 
@@ -59,7 +59,15 @@ def test_queries_by_a_generator_trained_here(ok: Ok, run: Nci, beir: Path, encod
     assert max(Counter(doc_id for _, doc_id in written).values()) == 3
     assert 0 < len(kept) <= len(written)
     assert out.startswith(f"{len(kept):,} queries for {len({d for _, d in kept})} of 60 documents")
+    assert "training   a model that writes" in err
+    assert "is complete" not in err
+    file = tmp_path / "g" / "queries.jsonl"
+    before = file.stat().st_mtime_ns
+    again = run(*command, "-o", tmp_path / "g")
+    assert (again[0], again[1], file.stat().st_mtime_ns) == (0, out, before)
+    assert again[2] == f"querygen   {file} is complete\n", "nothing is loaded, written or searched"
     ok(*command, "-o", tmp_path / "g", "--filter", "all")
+    assert file.stat().st_mtime_ns > before
     both = read_generated(tmp_path / "g")
     ok(*command, "-o", tmp_path / "g", "--filter", "none", "--shard-size", "7")
     assert read_generated(tmp_path / "g") == written, "another size of shards writes the same"
@@ -92,10 +100,11 @@ def test_without_training_queries_documents_speak_for_themselves(run: Nci, tmp_p
     [
         (["--filter", "some"], "--filter is any, all or none"),
         (["--generator", "a", "--fine-tune", "b"], "give one of them"),
-        (["--per-document", "0"], "per_document is at least 1"),
+        (["--per-document", "0"], "--per-document is at least 1"),
         (["--epochs", "0"], "--epochs is above 0"),
-        (["--max-source", "0"], "max_source is at least 1"),
-        (["--shard-size", "0"], "shard_size is at least 1"),
+        (["--max-source", "0"], "--max-source is at least 1"),
+        (["--shard-size", "0"], "--shard-size is at least 1"),
+        (["--top-p", "0"], "--top-p is above 0"),
         (["--fine-tune", "nowhere"], "nowhere"),
     ],
 )
@@ -185,12 +194,19 @@ def test_which_comparisons_make_queries(option: str, names: str, per_document: i
 def test_a_comparison_on_the_command_line(run: Nci, ok: Ok, tmp_path: Path, beir: Path, flags: list[str]) -> None:
     files = ["--json", tmp_path / "r.json", "--latex", tmp_path / "t.tex", "--plot", tmp_path / "p.png"]
     out = ok("compare", beir, "--systems", "bm25, bm25+trainq", "--split", "test,dev", *flags, *files)
-    assert "test, 12 queries" in out
-    assert "dev, 12 queries" in out
+    assert "beir: test, 12 queries" in out
+    assert "beir: dev, 12 queries" in out
+    assert out.count("R@k is the share") == 1
     found = json.loads((tmp_path / "r.json").read_text())
+    assert (found["data"], found["split"], found["nci"]) == ("beir", "test", __version__)
+    assert found["config"] == Config.preset(flags[1]).to_dict()
+    assert found["preset"] == flags[1]
+    assert "core" in found["device"]
+    assert found["test"] == "paired bootstrap over documents, Holm-corrected over the 1 system"
     assert set(found["systems"]) == {"bm25", "bm25+trainq"}
     assert set(found["splits"]) == {"test", "dev"}
     assert (tmp_path / "t.tex").read_text().count("tabular") == 4
+    assert [line for line in (tmp_path / "t.tex").read_text().splitlines() if line.startswith("% beir, dev, 12")]
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 
@@ -228,20 +244,36 @@ def test_settings_of_indexes_and_baselines_are_flags(
     assert len(list(systems.glob("knn-*"))) == 2, "other settings are another system"
 
 
+def test_flags_of_dense_search_on_the_command_line(
+    ok: Ok, tmp_path: Path, beir: Path, encoder: Path, flags: list[str]
+) -> None:
+    for words in ([], ["--dense.pooling", "max"], ["--dense.max_length", "256"]):
+        ok("compare", beir, "--systems", "dense", *flags, *words)
+    assert len(list((tmp_path / "out" / "runs").glob("dense-0-test-*.trec"))) == 3
+    assert len(list((tmp_path / "out" / "systems").glob("dense-*"))) == 2, "the first searches the index's own vectors"
+
+
 def test_settings_are_changed_one_by_one() -> None:
     start = Config.preset("fast")
     config = changed(start, ["train.epochs=2", "model.anchor=none", "corpus.text_fields=[a, b]"])
     assert (config.train.epochs, config.model.anchor, config.corpus.text_fields) == (2, "none", ("a", "b"))
     assert replace(config, train=start.train, model=start.model, corpus=start.corpus) == start
+    assert changed(start, ["train.encoder_lr=1e-4"]).train.encoder_lr == 1e-4, "a text to YAML"
     for wrong, said in {
         "train.epochs": "SECTION.FIELD=VALUE",
         "epochs=2": "SECTION.FIELD=VALUE",
         "train.bogus=2": "unknown setting train.bogus",
         "bogus.epochs=2": "unknown section 'bogus'",
-        "train.epochs=": "wrong kind",
-        "train.epochs=many": "wrong kind",
+        "train.epochs=": "^--set train.epochs=: expected a number$",
+        "train.epochs=abc": "^--set train.epochs=abc: expected a number$",
+        "train.epochs=-1": "^--set train.epochs is at least 0, not -1$",
+        "tree.k=2.5": "^--set tree.k=2.5: expected a whole number$",
+        "embed.normalise=1": "expected true or false$",
+        "embed.encoder=[a]": "expected a text$",
+        "corpus.text_fields=a": "expected a list or null$",
+        "model.anchor=some": "^--set model.anchor is one of",
         "train.epochs=[": "is no value",
-        "tree.k=1": "--tree.k",
+        "tree.k=1": "^--set tree.k is at least 2, not 1$",
     }.items():
         with pytest.raises(ConfigError, match=said):
             changed(start, [wrong])
@@ -290,7 +322,9 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("BEIR", "--set epochs", "SECTION.FIELD=VALUE"),
         ("BEIR", "--systems bm25+qg --generated none", "needs generated queries"),
         ("BEIR", "--systems bm25+qg --generated nowhere.jsonl", "nowhere.jsonl"),
-        ("BEIR", "--systems bm25+qg --per-document 0", "per_document is at least 1"),
+        ("BEIR", "--systems bm25+qg --per-document 0", "--per-document is at least 1"),
+        ("BEIR", "--systems ,", "--systems names no system"),
+        ("BEIR", "--systems bm25,dense,bm25", "--systems names bm25 2 times"),
         ("BEIR", "--seal.beam 0", "--seal.beam"),
         ("BEIR", "--split none --jobs 2", 'no split "none"'),
         ("NODEV", "--systems sum:bm25+dense", "needs held-out queries"),

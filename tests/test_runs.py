@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,18 +15,33 @@ import prepare_samples as samples
 import pytest
 import torch
 import yaml
-from tiny import environment, make_beir, make_documents, make_encoder, make_queries, make_tokenizer, models, tiny_values
+from tiny import (
+    POSITION,
+    environment,
+    make_beir,
+    make_documents,
+    make_encoder,
+    make_queries,
+    make_tokenizer,
+    models,
+    tiny_values,
+    write_lines,
+)
 from tokenizers.processors import TemplateProcessing
 
 from nci import store
 from nci.cli import COMMANDS, main
 from nci.config import Config
+from nci.names import INDEXES, config_of, labelled
 from nci.querygen import QueryGenConfig, generate_queries, read_generated
 from nci.runtime import quiet
 from nci.systems import MAKERS
 
 RUNS = Path(__file__).parent.parent / "runs"
-SCRIPTS = {name: (RUNS / f"{name}.sh").read_text(encoding="utf-8") for name in ("nq320k", "triviaqa", "table", "paper")}
+SCRIPTS = {
+    name: (RUNS / f"{name}.sh").read_text(encoding="utf-8")
+    for name in ("nq320k", "triviaqa", "table", "ablations", "paper")
+}
 DOCS = (RUNS.parent / "docs" / "reproduce.md").read_text(encoding="utf-8")
 DOCUMENTS = make_documents(24)
 BY_ID = {document.doc_id: document for document in DOCUMENTS}
@@ -39,6 +55,20 @@ CHANGES: dict[str, dict[str, object]] = {
     "no-regularisation": {"train.alpha": 0.0},
     **{f"layers-{layers}": {"model.adapter_layers": layers} for layers in (1, 2, 6, 8)},
     **{f"alpha-{alpha}": {"train.alpha": alpha} for alpha in (0.1, 0.2, 0.3)},
+}
+
+# the same for the rows of ablations.sh, from an index that is tuned, calibrated and regularised
+ABLATIONS: dict[str, dict[str, object]] = {
+    **{row: CHANGES[row] for row in ("no-generated", "no-documents", "no-pawa", "no-semantic", "no-regularisation")},
+    **{row: {f"model.{name}": value for name, value in POSITION.items()} for row in ("constrained", "unconstrained")},
+    "layers-0": CHANGES["no-pawa"],
+    "layers-1": {},
+    **{f"layers-{layers}": {"model.adapter_layers": layers} for layers in (2, 4, 6, 8)},
+    **{f"alpha-{alpha}": {"train.alpha": alpha} for alpha in (0, 0.1, 0.15, 0.2, 0.3)},
+    "no-lexical": {"model.score": "dense"},
+    "no-lexical-queries": {"lexical.training": False, "lexical.generated": 0},
+    "no-tuning": {"tune.epochs": 0, "tune.refreshes": 0},
+    "no-calibration": {"calibrate.share": 0},
 }
 
 
@@ -129,7 +159,7 @@ def test_the_papers_values_are_whole(name: str) -> None:
     rows = expected(name)
     trained = {row for row in rows if row.removeprefix("ft-") in CHANGES}
     assert trained >= set(CHANGES) - {"small"}
-    assert set(rows) - trained <= set(MAKERS)  # the baselines are systems of nci compare
+    assert set(rows) - trained <= {*MAKERS, *INDEXES}  # the baselines are systems of nci compare
     for row, values in rows.items():
         assert len(values) == 4
         recall = [float(value) for value in values[:3] if value != "-"]
@@ -169,7 +199,7 @@ def test_what_is_chosen_wrong_is_said_before_anything_is_made(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["nq320k", "triviaqa", "table"])
+@pytest.mark.parametrize("name", ["nq320k", "triviaqa", "table", "ablations"])
 def test_the_folders_are_asked_for(name: str, tmp_path: Path) -> None:
     for arguments in ([], [tmp_path], [tmp_path / "nothing", tmp_path / "out"]):
         result = script(name, *arguments)
@@ -178,10 +208,61 @@ def test_the_folders_are_asked_for(name: str, tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_table_that_fails_leaves_no_text(tmp_path: Path) -> None:
+    make_beir(tmp_path / "data" / "one")
+    result = script("table", tmp_path / "data", tmp_path / "out", SYSTEMS="bogus")
+    assert result.returncode == 1
+    assert "there is no 'bogus'" in result.stderr
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+
+
+def test_a_table_needs_an_interpreter_with_the_library(tmp_path: Path) -> None:
+    make_beir(tmp_path / "data" / "one")
+    (tmp_path / "python").write_text("#!/bin/sh\necho no such module >&2\nexit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    command = ["bash", str(RUNS / "table.sh"), str(tmp_path / "data"), str(tmp_path / "out")]
+    chosen = environment(PYTHON=str(tmp_path / "python"))
+    result = subprocess.run(command, env=chosen, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, len(result.stderr.splitlines())) == (1, "", 1)
+    assert f"table.sh: {tmp_path}/python cannot import nci" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_table_needs_data(tmp_path: Path) -> None:
     result = script("table", tmp_path, tmp_path / "out")
     assert result.returncode == 1
     assert f"there is no BEIR folder in {tmp_path}" in result.stderr
+
+
+@pytest.mark.parametrize("row", [*ABLATIONS])
+def test_an_ablation_changes_one_thing(row: str) -> None:
+    function = re.search(r"^system_of\(\).*?^}", SCRIPTS["ablations"], re.M | re.S)
+    assert function is not None
+    asked = ["bash", "-c", f'{function[0]}\nsystem_of "$0"', row]
+    spec = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    label, name = labelled(spec)
+    start = Config.from_dict(
+        {"tune": {"epochs": 2, "refreshes": 1}, "calibrate": {"share": 0.1}, "train": {"alpha": 0.5}}
+    )
+    settings, usual = flat(config_of(start, name).to_dict()), flat(start.to_dict())
+    assert {field: value for field, value in settings.items() if value != usual[field]} == ABLATIONS[row]
+    assert label == row
+    assert row in SCRIPTS["ablations"].split("ROWS:-no-generated")[1].split("}")[0] or row == "no-generated"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "code", "said"),
+    [
+        ({"ROWS": "no-pawa no-such", "DATASETS": "one"}, 2, "there is no row no-such"),
+        ({"DATASETS": "one two"}, 1, "there is no BEIR folder"),
+    ],
+)
+def test_ablations_that_cannot_be_made(chosen: dict[str, str], code: int, said: str, tmp_path: Path) -> None:
+    make_beir(tmp_path / "data" / "one")
+    result = script("ablations", tmp_path / "data", tmp_path / "out", **chosen)
+    assert (result.returncode, result.stdout) == (code, "")
+    assert result.stderr.startswith(f"ablations.sh: {said}")
+    assert not (tmp_path / "out").exists()
 
 
 # ---- all of it, tiny
@@ -267,3 +348,54 @@ def test_a_table_for_every_data_set(folders: dict[str, Path], tmp_path: Path) ->
     assert {"table.txt", "table.json", "table.tex", "table.png"} <= made
     assert set(json.loads((tmp_path / "out" / "one" / "table.json").read_text())["systems"]) == {"bm25", "nci"}
     assert [*(tmp_path / "out").iterdir()] == [tmp_path / "out" / "one"]
+
+
+@pytest.mark.slow
+def test_ablations_that_fail_leave_no_table(folders: dict[str, Path], tmp_path: Path) -> None:
+    make_beir(tmp_path / "data" / "one")
+    (tmp_path / "wrong.yaml").write_text("train: {epochs: -1}")
+    chosen = {"QUICK": "1", "DATASETS": "one", "PRESET": str(tmp_path / "wrong.yaml")}
+    result = script("ablations", tmp_path / "data", tmp_path / "out", **chosen)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.count("--train.epochs is at least 0") == 2
+    assert result.stderr.endswith("ablations.sh: not all rows were made: see above; ROWS names those to make\n")
+    assert not [*(tmp_path / "out" / "one").iterdir()]
+
+
+@pytest.mark.slow
+def test_ablations_beside_the_papers(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Main rows with two seeds, some ablations, what they are worth; a second run adds nothing."""
+    data, out = make_beir(tmp_path / "data" / "one"), tmp_path / "out"
+    shutil.copy(data / "qrels" / "dev.tsv", data / "qrels" / "test-unseen.tsv")
+    settings = tmp_path / "tiny.yaml"
+    settings.write_text(yaml.safe_dump(tiny_values(folders["encoder"], train={"epochs": 0.5})))
+    queries = write_lines(tmp_path / "queries.jsonl", [{"doc_id": f"d{n}", "query": f"melody {n}"} for n in range(60)])
+    chosen = {"DATASETS": "one", "SEEDS": "2", "JOBS": "2", "PRESET": str(settings), "GENERATED": str(queries)}
+    chosen |= {"ROWS": "no-generated no-pawa layers-0 alpha-0.15 no-regularisation constrained unconstrained"}
+    result = script("ablations", tmp_path / "data", out, **chosen)
+    assert result.returncode == 0, result.stderr[-3000:]
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    rows = {(line["row"], line["split"]): line for line in lines}
+    main = ["nci", "nci-zeroed", "nci-pure", "bm25+qg"]
+    assert set(rows) == {(row, split) for row in [*main, *chosen["ROWS"].split()] for split in ("test", "test-unseen")}
+    assert len(rows) == len(lines)
+    assert [rows[row, "test"]["seeds"] for row in [*main, "no-pawa", "constrained"]] == [2, 2, 2, 1, 1, 1]
+    assert rows["layers-0", "test"]["system"] == rows["no-pawa", "test"]["system"]
+    assert rows["no-regularisation", "test"]["system"] == "nci"
+    effects = (out / "effects.md").read_text()
+    assert effects in result.stdout
+    gains = [
+        100 * (rows["nci", split]["metrics"]["R@1"] - rows["no-pawa", split]["metrics"]["R@1"])
+        for split in ("test", "test-unseen")
+    ]
+    wrong = [f"one {split}" for split, gain in zip(("test", "test-unseen"), gains, strict=True) if gain < 0]
+    assert f"| prefix-aware weights | +2.50 | {gains[0]:+.2f} | {gains[1]:+.2f} | {', '.join(wrong)} |" in effects
+    assert "| constrained beam search | +0.21 |" in effects
+    assert "| regularisation | +0.79 |" in effects
+    assert "| generative part | - |" in effects
+    assert "semantic ids" not in effects
+    made = {path.name for path in (out / "one").iterdir()}
+    assert {"main.txt", "main.json", "ablations.txt", "ablations.json", "tradeoff.png", "tradeoff.svg"} <= made
+    before = (out / "results.jsonl").read_bytes()
+    assert script("ablations", tmp_path / "data", out, **chosen).returncode == 0
+    assert (out / "results.jsonl").read_bytes() == before

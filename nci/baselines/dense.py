@@ -8,7 +8,6 @@ length 1 both are the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
@@ -16,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from nci.baselines import Baseline, Shelf
-from nci.errors import ConfigError, DataError, MissingPackageError
+from nci.baselines.settings import DenseSettings, check_similarity
+from nci.errors import DataError, MissingPackageError
 from nci.records import Document, Hit
 
 if TYPE_CHECKING:
@@ -27,34 +27,6 @@ class Encoder(Protocol):
     """What turns texts into vectors."""
 
     def encode(self, texts: list[str], /, *, batch_size: int) -> npt.NDArray[Any]: ...
-
-
-@dataclass(frozen=True)
-class DenseSettings:
-    """Which encoder, and how two vectors are compared.
-
-    Args:
-        encoder: "minilm", a folder, or a name on the Hugging Face Hub (a sentence-transformers or plain encoder).
-        similarity: cosine, or dot for the inner product of the vectors as the encoder gives them.
-        pooling: auto takes what the encoder's folder says, else mean; Condenser and its kin need cls.
-        max_length: Word pieces of a text that are read.
-        batch_size: Texts per forward pass.
-        precision: auto takes bf16 where the device has it.
-        backend: What does the product; auto takes faiss where it is installed.
-    """
-
-    encoder: str = "minilm"
-    similarity: Literal["cosine", "dot"] = "cosine"
-    pooling: Literal["auto", "mean", "cls", "max"] = "auto"
-    max_length: int = 256
-    batch_size: int = 32
-    precision: Literal["auto", "fp32", "bf16"] = "fp32"
-    backend: Literal["auto", "faiss", "numpy"] = "auto"
-
-    def __post_init__(self) -> None:
-        check_similarity(self.similarity)
-        if min(self.max_length, self.batch_size) < 1:
-            raise ConfigError("max_length and batch_size of dense search are at least 1")
 
 
 class QueryEncoder:
@@ -228,9 +200,3 @@ def unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     length = np.linalg.norm(vectors, axis=1, keepdims=True)
     scaled: npt.NDArray[np.float32] = np.divide(vectors, length, out=np.zeros_like(vectors), where=length > 0)
     return scaled
-
-
-def check_similarity(similarity: str) -> None:
-    """Refuses a similarity that is none."""
-    if similarity not in ("cosine", "dot"):
-        raise ConfigError(f"the similarity of dense search is cosine or dot, not {similarity!r}")

@@ -15,7 +15,8 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from nci.baselines.dense import Dense, DenseSettings, Encoder, encode_corpus
+from nci.baselines.dense import Dense, Encoder, encode_corpus
+from nci.baselines.settings import DenseSettings
 from nci.config import content_key
 from nci.errors import ConfigError, MissingPackageError
 from nci.records import Document

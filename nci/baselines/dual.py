@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from nci.baselines import Baseline, Shelf
-from nci.baselines.dual_data import DualSettings, cut_passages
+from nci.baselines.dual_data import cut_passages
+from nci.baselines.settings import DualSettings
 from nci.contrastive import embed_all, train_encoder, weights_digest
 from nci.contrastive_data import Pairs, Rows, tokenize_queries
 from nci.encoders import ForeignEncoder, TextEncoder

@@ -6,12 +6,12 @@ What is done with passages and pairs is `nci.contrastive`. Knows nothing of weig
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nci.contrastive_data import ContrastSettings, Passages, Tokens
+from nci.baselines.settings import DualSettings
+from nci.contrastive_data import Passages, Tokens
 from nci.errors import ConfigError
 from nci.records import Document
 
@@ -19,48 +19,6 @@ if TYPE_CHECKING:
     from nci.encoders import TextEncoder
 
 _CHARS_PER_PIECE = 16  # English has 4 to 5: as much text as can matter is tokenised, not a whole book
-
-
-@dataclass(frozen=True)
-class DualSettings(ContrastSettings):
-    """How a dual encoder is trained. With `refreshes=0` it is DPR, with more it is ANCE.
-
-    Args:
-        encoder: "minilm", a folder or a Hub name; the folder of a trained one goes on from there (with epochs 0).
-        epochs: Passes over the pairs with the other documents of the batch as negatives.
-        refreshes: How often hard negatives are mined afterwards, each time with the newest weights.
-        refresh_epochs: Passes over the pairs after each mining.
-        negatives: Hard negatives per query, drawn anew in each pass.
-        depth: They are drawn from the best so many passages of documents that are not relevant.
-        batch_size: Pairs per step.
-        lr: Highest learning rate of each round.
-        warmup: Share of a round's steps in which the learning rate rises; it falls to zero over the rest.
-        temperature: Divides the cosines in the softmax.
-        passage: firstp reads the start of "title [SEP] text", maxp the text in passages, of which the best one counts.
-        max_length: Word pieces per passage.
-        max_passages: Passages per document with maxp; what comes after them is not read.
-        query_length: Word pieces per query.
-        seed: Same seed, same weights on a CPU.
-        precision: auto trains in bf16 where the device has it; weights and vectors are float32 in any case.
-    """
-
-    encoder: str = "minilm"
-    passage: Literal["firstp", "maxp"] = "firstp"
-    max_length: int = 256
-    max_passages: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.passage not in ("firstp", "maxp"):
-            raise ConfigError(f"passage is one of firstp, maxp; not {self.passage!r}")
-        for name in ("max_length", "max_passages"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is at least 1, not {getattr(self, name)}")
-
-    @property
-    def name(self) -> str:
-        """The method these settings amount to."""
-        return "ance" if self.refreshes else "dpr"
 
 
 def cut_passages(documents: Sequence[Document], encoder: TextEncoder, settings: DualSettings) -> Passages:

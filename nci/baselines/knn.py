@@ -8,45 +8,17 @@ says how much of a benchmark is answered by remembering questions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from nci.baselines import Baseline, Shelf, folder
-from nci.baselines.dense import DenseSettings, Encoder, QueryEncoder, unit
-from nci.errors import ConfigError, DataError, IndexCorruptError
+from nci.baselines.dense import Encoder, QueryEncoder, unit
+from nci.baselines.settings import DenseSettings, KnnSettings
+from nci.errors import DataError, IndexCorruptError
 from nci.records import Document, Hit
-
-
-@dataclass(frozen=True)
-class KnnSettings:
-    """How queries are compared, and how the training queries of a document count together.
-
-    Args:
-        encoder: "minilm", a folder, or a name on the Hugging Face Hub.
-        weighting: best takes the most similar training query of a document; softmax lets all of them count, by the
-            share of a softmax over all training queries that falls to the document.
-        temperature: Of the softmax; towards 0 it becomes best.
-        max_length: Word pieces of a query that are read.
-        batch_size: Queries per forward pass.
-    """
-
-    encoder: str = "minilm"
-    weighting: Literal["best", "softmax"] = "softmax"
-    temperature: float = 0.05
-    max_length: int = 64
-    batch_size: int = 128
-
-    def __post_init__(self) -> None:
-        if self.weighting not in ("best", "softmax"):
-            raise ConfigError(f"the weighting of knn is best or softmax, not {self.weighting!r}")
-        if not self.temperature > 0:
-            raise ConfigError(f"the temperature of knn is positive, not {self.temperature}")
-        if min(self.max_length, self.batch_size) < 1:
-            raise ConfigError("max_length and batch_size of knn are at least 1")
 
 
 class Knn(Baseline):

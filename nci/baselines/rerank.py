@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from nci.baselines import Baseline, Searcher, Shelf, folder
+from nci.baselines.settings import RerankSettings
 from nci.encoders import fetch_encoder, read_settings
 from nci.errors import ConfigError, DataError, MissingModelError
 from nci.progress import hide_bars
@@ -30,43 +31,6 @@ from nci.runtime import quiet, uses_bf16
 _CHARS_PER_PIECE = 16  # far more than any language has: what is cut here would be cut by the tokenizer too
 # What a family of models calls the layers between its encoder and a class.
 _NEW_PARTS = {"classifier", "pooler", "pre_classifier", "score", "head", "classification_head"}
-
-
-@dataclass(frozen=True)
-class RerankSettings:
-    """How a cross-encoder reads, and how it is trained.
-
-    Args:
-        encoder: What training starts from: "minilm", a folder, or a name on the Hugging Face Hub.
-        depth: How many hits of the searcher are read, in search and to draw wrong documents from in training.
-        max_length: Word pieces of query and document together.
-        epochs: Passes over the pairs.
-        batch_size: Queries per step; each comes with its document and the wrong ones.
-        negatives: Wrong documents per query.
-        lr: Highest learning rate; it rises over the first tenth of the steps and falls to 0.
-        score_batch: Pairs per forward pass in search.
-        precision: auto takes bf16 where the device has it.
-        seed: Same seed, same weights on a CPU.
-    """
-
-    encoder: str = "minilm"
-    depth: int = 50
-    max_length: int = 192
-    epochs: int = 1
-    batch_size: int = 16
-    negatives: int = 7
-    lr: float = 5e-5
-    score_batch: int = 128
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        numbers = ("depth", "epochs", "batch_size", "negatives", "score_batch")
-        small = [name for name in numbers if getattr(self, name) < 1]
-        if small or self.max_length < 8 or not self.lr > 0:
-            raise ConfigError(f"rerank needs {', '.join(numbers)} >= 1, max_length >= 8 and lr > 0: {self}")
-        if self.precision not in ("auto", "fp32", "bf16"):
-            raise ConfigError(f"the precision of rerank is auto, fp32 or bf16, not {self.precision!r}")
 
 
 class CrossEncoder:

@@ -25,8 +25,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from nci.baselines import Baseline, Shelf, folder
 from nci.baselines.ngrams import Ngram, NgramIndex, score_documents
+from nci.baselines.settings import SealSettings
 from nci.encoders import fetch_encoder, read_settings
-from nci.errors import ConfigError, DataError, MissingModelError
+from nci.errors import DataError, MissingModelError
 from nci.progress import hide_bars
 from nci.records import Document, Hit
 from nci.runtime import quiet
@@ -38,64 +39,6 @@ MAX_SOURCE = 256
 """Tokens of a query, or of a part of a document, that a model reads."""
 
 _BLOCK = 4096  # documents tokenised at once
-
-
-@dataclass(frozen=True)
-class SealSettings:
-    """How SEAL is trained and searched.
-
-    Args:
-        model: A sequence-to-sequence model by name or folder; none trains a small one from `encoder`.
-        encoder: The encoder that the small model is trained from.
-        max_tokens: Tokens of a document that are indexed; none means all.
-        length: Tokens of an n-gram.
-        spans: N-grams of the relevant document that a training query is to give.
-        temperature: The lower, the more these n-grams are those that share rare words with the query.
-        unsupervised: Training pairs per document without a query: one part of it asks for another.
-        source_words: Words of such a part.
-        epochs: Passes over the training pairs; 0 leaves a model given by name or folder as it is.
-        batch_size: Training pairs per step.
-        learning_rate: Of a model given by name or folder.
-        beam: N-grams kept per step of decoding.
-        power: Exponent of the weights of n-grams.
-        repetition: How much less an n-gram counts whose tokens others have brought.
-        max_occurrences: N-grams that are more frequent are left out of the scores.
-        queries_at_once: Queries decoded together.
-        seed: Same seed, same training pairs, same weights (on a CPU).
-    """
-
-    model: str | None = None
-    encoder: str = "minilm"
-    max_tokens: int | None = None
-    length: int = 10
-    spans: int = 10
-    temperature: float = 0.1
-    unsupervised: int = 3
-    source_words: int = 32
-    epochs: int = 2
-    batch_size: int = 256
-    learning_rate: float = 3e-5
-    beam: int = 15
-    power: float = 2.0
-    repetition: float = 0.8
-    max_occurrences: int = 10_000
-    queries_at_once: int = 64
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        least = {"length": 1, "spans": 1, "unsupervised": 0, "source_words": 1, "epochs": 0, "batch_size": 1, "beam": 1}
-        for name, bound in (least | {"max_occurrences": 1, "queries_at_once": 1}).items():
-            if getattr(self, name) < bound:
-                raise ConfigError(f"--seal.{name} is at least {bound}, not {getattr(self, name)}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ConfigError(f"--seal.max_tokens is at least 1, not {self.max_tokens}")
-        for name in ("temperature", "power", "learning_rate"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"--seal.{name} is above 0 and finite, not {getattr(self, name)}")
-        if self.epochs == 0 and self.model is None:
-            raise ConfigError("--seal.epochs 0 needs a trained model: give one with --seal.model")
-        if not 0 <= self.repetition <= 1:
-            raise ConfigError(f"--seal.repetition is from 0 to 1, not {self.repetition}")
 
 
 class Decoder(Protocol):

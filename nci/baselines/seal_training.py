@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from nci.baselines.ngrams import NgramIndex
-from nci.baselines.seal import MAX_SOURCE, SealSettings, content
+from nci.baselines.seal import MAX_SOURCE, content
+from nci.baselines.settings import SealSettings
 from nci.errors import DataError
 from nci.progress import hide_bars
 from nci.records import Document

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from nci.bench.timing import device_name, measure
 from nci.evaluate import evaluate
 from nci.figures.scene import Scene, spread
-from nci.figures.style import COLOURS, MARKERS, Drawing, canvas, legend_below, round_values
+from nci.figures.style import COLOURS, MARKERS, Drawing, canvas, label_points, legend_below, round_values
 from nci.progress import hide_bars
 
 BEAMS = (1, 3, 10, 30, 100, 300)
@@ -48,10 +48,9 @@ def draw(scene: Scene) -> Drawing:
         heights = [100 * point[metric] for point in points]
         axes.plot(times, heights, color=COLOURS[number], marker=MARKERS[number], label=metric)
     axes.set(xscale="log", ylabel="recall (%)", xlabel=f"ms per query, median of one at a time\n{device}")
-    for point in points:
-        spot = (point["ms"], 100 * point[METRICS[-1]])
-        axes.annotate(str(point["beam"]), spot, (-5, 5), textcoords="offset points", ha="right", fontsize=9)
     axes.margins(x=0.08, y=0.12)
+    axes.locator_params(axis="y", nbins=10)
     round_values(axes.xaxis, times)
     legend_below(figure, axes, columns=len(METRICS), title="numbers at the points: beam")
+    label_points(axes, [(str(point["beam"]), (point["ms"], 100 * point[METRICS[-1]])) for point in points], size=9)
     return Drawing(figure, {"device": device, "split": scene.split, "queries": len(queries), "points": points})

@@ -50,8 +50,6 @@ def plot(args: Namespace) -> int:
     if unknown or not names:
         raise ConfigError(f"--figures are out of {', '.join(FIGURES)}, or all; not {args.figures!r}")
     out = Path(args.out)
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"-o {out}: is a file; expected a folder for the pictures")
     from nci import store
     from nci.corpus import open_dataset
     from nci.figures.scene import CannotDrawError, Scene
@@ -145,10 +143,12 @@ def cited_parser(argv: Sequence[str]) -> ArgumentParser:
 
 
 def cited(args: Namespace) -> int:
-    from nci.cited import as_json, read_results, table_of, text
+    from nci.cited import as_json, is_of, read_results, table_of, text
 
     table = table_of(args.table)
     ours = read_results(Path(args.beside), table) if args.beside else None
+    if ours is not None and ours.data and not is_of(args.table, ours.data):
+        log.warning("--beside %s is of %r, which does not look like %s", args.beside, ours.data, args.table)
     write_json(args.json, as_json(table, ours))
     if args.json != "-":
         print(text(table, ours))

@@ -14,6 +14,7 @@ from nci.significance import paired_bootstrap
 
 DEPTHS = (1, 10)
 _SAMPLES = 2000
+_FEW = 10  # pairs; fewer say little, and an interval over them less
 
 
 def draw(scene: Scene) -> Drawing:
@@ -37,16 +38,18 @@ def draw(scene: Scene) -> Drawing:
     for number, k in enumerate(DEPTHS):
         places = [place + (number - (len(DEPTHS) - 1) / 2) * width for place in range(len(bins))]
         values = [100 * each[f"found@{k}"] for each in bins]
-        below = [100 * (each[f"found@{k}"] - each[f"low@{k}"]) for each in bins]
-        above = [100 * (each[f"high@{k}"] - each[f"found@{k}"]) for each in bins]
-        axes.bar(
-            places, values, width, yerr=[below, above], capsize=3, color=COLOURS[number], label=f"in the first {k}"
-        )
+        bars = axes.bar(places, values, width, color=COLOURS[number], label=f"in the first {k}")
+        for place, each, drawn in zip(places, bins, bars, strict=True):
+            if each["pairs"] < _FEW:
+                drawn.set_alpha(0.35)
+                continue
+            low, share, high = (100 * each[f"{what}@{k}"] for what in ("low", "found", "high"))
+            axes.errorbar(place, share, [[share - low], [high - share]], capsize=3, color="black")
     labels = [f"{each['training_queries']}\nn = {each['pairs']:,}" for each in bins]
     axes.set_xticks(range(len(bins)), labels)
     axes.grid(axis="x", visible=False)
     axes.set(ylim=(0, 105), ylabel="relevant documents found (%)", xlabel="training queries of the relevant document")
-    legend_below(figure, axes, columns=len(DEPTHS), title="share found, with 95 % intervals")
+    legend_below(figure, axes, columns=len(DEPTHS), title=f"share found, with 95 % intervals; lighter: n < {_FEW}")
     return Drawing(figure, {"split": scene.split, "bins": bins})
 
 
