@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -241,9 +242,8 @@ def test_an_ablation_changes_one_thing(row: str) -> None:
     asked = ["bash", "-c", f'{function[0]}\nsystem_of "$0"', row]
     spec = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     label, name = labelled(spec)
-    start = Config.from_dict(
-        {"tune": {"epochs": 2, "refreshes": 1}, "calibrate": {"share": 0.1}, "train": {"alpha": 0.5}}
-    )
+    start = Config.preset("full")  # as the script starts from
+    start = dataclasses.replace(start, train=dataclasses.replace(start.train, alpha=0.5))
     settings, usual = flat(config_of(start, name).to_dict()), flat(start.to_dict())
     assert {field: value for field, value in settings.items() if value != usual[field]} == ABLATIONS[row]
     assert label == row
