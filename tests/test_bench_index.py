@@ -92,6 +92,7 @@ def check_rows(found: dict[str, Any], wanted: set[tuple[str, int | None, int]], 
             assert row["roofline"] is None
 
 
+@pytest.mark.slow
 def test_all_systems_in_one_file(run: Nci, folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     code, out, err = run(

@@ -177,6 +177,7 @@ def _asked(beir: Path, doc_id: str) -> bool:
     return any(row.split("\t")[1] == doc_id for row in rows)
 
 
+@pytest.mark.slow
 def test_a_killed_calibration_goes_on(beir: Path, tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Killed(BaseException):
         pass
@@ -196,6 +197,7 @@ def test_a_killed_calibration_goes_on(beir: Path, tmp_path: Path, config: Any, m
     }
 
 
+@pytest.mark.slow
 def test_held_out_queries_replace_the_generated_ones_in_the_first_build(
     beir: Path, tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

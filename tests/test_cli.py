@@ -271,12 +271,14 @@ def test_bad_lines_can_be_skipped(ok: Callable[..., str], run: Nci, encoder: Pat
 # Quiet
 
 
+@pytest.mark.slow
 def test_quiet_says_nothing_on_standard_error(encoder: Path, beir: Path, tmp_path: Path) -> None:
     flags = tiny_flags(encoder, train={"checkpoint_minutes": 0})
     result = python("-m", "nci", "index", str(beir), "-o", str(tmp_path / "my.index"), "--quiet", *flags)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_there_are_no_bars_where_there_is_no_terminal(encoder: Path, beir: Path, tmp_path: Path) -> None:
     flags = tiny_flags(encoder, train={"checkpoint_minutes": 0})
     result = python("-m", "nci", "index", str(beir), "-o", str(tmp_path / "my.index"), *flags)
@@ -483,6 +485,7 @@ def test_a_mistake_is_one_line_and_an_exit_code(
     assert not (tmp_path / "out.index" / "CURRENT").exists()
 
 
+@pytest.mark.slow
 def test_exit_codes_of_a_real_process(tmp_path: Path) -> None:
     for argv, code in ((["--help"], 0), (["--version"], 0), ([], 2), (["bogus"], 2)):
         result = python("-m", "nci", *argv)

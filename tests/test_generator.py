@@ -154,6 +154,7 @@ def test_targets_of_one_source_share_its_row(untrained: Generator) -> None:
     assert float(shared) == pytest.approx(float(apart), rel=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_selected_rows_go_on_as_if_alone(untrained: Generator, data: st.DataObject) -> None:
@@ -333,6 +334,7 @@ def test_a_rerun_loads_and_another_seed_trains_anew(trained: Path, encoder: Path
     assert not [*(trained / "training").glob("checkpoint-*")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"seed": 1}, {"epochs": 2.0}, {"pieces": "all"}])
 def test_other_settings_are_other_work(encoder: Path, tmp_path: Path, change: dict[str, Any]) -> None:
     short = dataclasses.replace(TINY, epochs=1)

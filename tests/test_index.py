@@ -666,6 +666,7 @@ def test_a_signed_but_wrong_generation_is_found_at_level_2(
     assert where in "\n".join(found)
 
 
+@pytest.mark.slow
 def test_edges_and_trees_of_another_index_are_found(copy: Path, make: Make) -> None:
     other = store.resolve(make(train={"seed": 1}))
     republish(copy, lambda folder: shutil.copy(other / "edges.safetensors", folder))

@@ -172,6 +172,7 @@ def test_changed_training_queries_are_noticed(index: Path, encoder: Path, beir: 
     assert worked(done()) == {"lexical", "pairs", "train", "publish"}
 
 
+@pytest.mark.slow
 def test_a_changed_query_encoder_of_the_same_name_is_noticed(
     encoder: Path, beir: Path, tmp_path: Path, done: Spy
 ) -> None:
@@ -195,6 +196,7 @@ def die(*_: Any, **__: Any) -> Any:
     raise Killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "before"),
     [
@@ -454,6 +456,7 @@ def test_equal_documents_and_odd_texts(encoder: Path, tmp_path: Path) -> None:
 # Kinds of tree and model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -533,6 +536,7 @@ def test_a_tree_of_queries_differs_where_there_are_queries(encoder: Path, beir: 
     assert paths[0] == {doc_id: index.trie.semantic_id(number) for number, doc_id in enumerate(index.doc_ids)}
 
 
+@pytest.mark.slow
 def test_auto_takes_the_query_vector_that_dev_prefers(
     encoder: Path, beir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

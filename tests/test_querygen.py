@@ -324,6 +324,7 @@ PAIRS = [(" ".join(TOPICS[topic][:4]), " ".join([topic, TOPICS[topic][6]])) for 
 TUNE = FineTuneConfig(max_source=16, max_target=6, epochs=150, batch_size=6, learning_rate=1e-2, precision="fp32")
 
 
+@pytest.mark.slow
 def test_fine_tuning_learns_the_pairs(t5: Path, tmp_path: Path) -> None:
     tuned = HuggingFaceGenerator.fine_tune(t5, PAIRS, out=tmp_path, settings=TUNE)
     greedy = Sampling(1, 6, 1, 1.0, 1.0)

@@ -19,6 +19,7 @@ def blocks(kind: str) -> list[str]:
     return [text for first, _, text in fenced if first == kind]
 
 
+@pytest.mark.slow
 def test_the_python_lines_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

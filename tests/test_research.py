@@ -50,6 +50,7 @@ def queries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- querygen
 
 
+@pytest.mark.slow
 def test_queries_by_a_generator_trained_here(ok: Ok, run: Nci, beir: Path, encoder: Path, tmp_path: Path) -> None:
     command = ["querygen", beir, "--encoder", encoder, "--per-document", "3", "--epochs", "0.5", *SHORT]
     code, out, err = run(*command, "-o", tmp_path / "g")
@@ -75,6 +76,7 @@ def test_queries_by_a_generator_trained_here(ok: Ok, run: Nci, beir: Path, encod
     assert len(both) < len(written)
 
 
+@pytest.mark.slow
 def test_queries_by_a_model_that_is_trained_further(ok: Ok, beir: Path, encoder: Path, tmp_path: Path) -> None:
     t5 = make_t5(tmp_path / "t5")
     command = ["querygen", beir, "--filter", "none", "--per-document", "2", *SHORT]
@@ -140,6 +142,7 @@ def bench_of(beir: Path, folder: Path, encoder: Path, generated: Path | Recipe |
     return Workbench(dataset, folder, config, device="cpu", generated_from=generated, seeds=2)
 
 
+@pytest.mark.slow
 def test_every_system_takes_its_share_of_the_queries(beir: Path, tmp_path: Path, encoder: Path, queries: Path) -> None:
     bench = bench_of(beir, tmp_path, encoder, queries)
     for name, found in (("bm25+qg", False), ("bm25+qg50", True)):
@@ -153,6 +156,7 @@ def test_every_system_takes_its_share_of_the_queries(beir: Path, tmp_path: Path,
     assert first_of_each([("a", "1"), ("b", "2"), ("c", "1"), ("d", "1")], 2) == [("a", "1"), ("b", "2"), ("c", "1")]
 
 
+@pytest.mark.slow
 def test_missing_queries_are_made_once(
     beir: Path, tmp_path: Path, encoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +214,7 @@ def test_a_comparison_on_the_command_line(run: Nci, ok: Ok, tmp_path: Path, beir
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_an_ensemble_is_one_command(ok: Ok, tmp_path: Path, beir: Path, flags: list[str]) -> None:
     ok("compare", beir, "--systems", "nci-ensemble", "--seeds", "3", *flags, "--json", tmp_path / "r.json")
     found = json.loads((tmp_path / "r.json").read_text())

@@ -123,6 +123,7 @@ def test_splits_are_disjoint_and_seen_means_seen(folder: Folder) -> None:
     assert set(folder.asks_for["test"].values()).isdisjoint(folder.asks_for["dev"].values())
 
 
+@pytest.mark.slow
 def test_same_python_same_bytes_in_another_process(folder: Folder, tmp_path: Path) -> None:
     code = "import sys; from nci.stdlib import make_dataset; make_dataset(sys.argv[1])"
     environment = os.environ | {"PYTHONHASHSEED": "12345"}
@@ -133,6 +134,7 @@ def test_same_python_same_bytes_in_another_process(folder: Folder, tmp_path: Pat
         assert (tmp_path / name).read_bytes() == (folder.path / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_another_seed_deals_otherwise() -> None:
     documents = collect(limit=300)
     first, same, other = (make_examples(documents, seed=seed).qrels for seed in (0, 0, 1))
@@ -148,6 +150,7 @@ def test_a_replaced_hook_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert "sys.excepthook" in {document.doc_id for document in before}
 
 
+@pytest.mark.slow
 def test_nothing_of_the_library_is_run() -> None:
     code = (
         "import sys, nci.stdlib\n"
@@ -158,6 +161,7 @@ def test_nothing_of_the_library_is_run() -> None:
     assert done.stdout.strip() == "set()"
 
 
+@pytest.mark.slow
 def test_a_python_file_named_like_a_c_module_is_never_run(tmp_path: Path) -> None:
     for name in ("array", "_csv", "unicodedata", "_queue"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('run')")

@@ -683,6 +683,7 @@ publish(folder, write, storage=Deadly())
 """
 
 
+@pytest.mark.slow
 def test_kill_at_every_step(tmp_path: Path) -> None:
     publish(tmp_path, writer("0"))
     outcomes = Counter[str]()
@@ -859,6 +860,7 @@ def outcomes(recorder: Recorder, root: Path, seeds: int) -> Iterator[str | None]
         yield "lost" if number == last and outcome in (None, "old") else outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["first publish", "second try", "next publish", "garbage"])
 def test_power_loss_leaves_old_or_new(tmp_path: Path, scenario: str) -> None:
     recorder = lose_power(scenario, tmp_path)

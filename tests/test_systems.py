@@ -83,6 +83,7 @@ def test_one_name_for_all_that_mean_the_same(name: str, wanted: str) -> None:
     assert one_name(Config(), name) == wanted
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.fixed_dictionaries(
@@ -114,6 +115,7 @@ def test_the_one_name_has_the_same_settings(values: dict[str, Any]) -> None:
 # ---- what they are made of
 
 
+@pytest.mark.slow
 def test_an_index_with_other_settings_is_another_one(bench: Workbench) -> None:
     usual, other, zeroed = (make(bench, name)[0] for name in ("nci", TIED, TIED.replace("nci", "nci-zeroed")))
     assert isinstance(usual, Index)
@@ -207,6 +209,7 @@ def test_a_row_is_added_as_soon_as_it_is_finished(
     assert json.loads((tmp_path / "results.jsonl").read_text())["row"] == "bm25"
 
 
+@pytest.mark.slow
 def test_a_comparison_with_everything(ok: Ok, beir: Path, tmp_path: Path, encoder: Path) -> None:
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tiny_values(encoder, train={"epochs": 0.5})))
     flags = ["--preset", tmp_path / "c.yaml", "-o", tmp_path / "out", "--quiet", "--device", "cpu"]

@@ -194,6 +194,7 @@ def test_which_pairs_are_real_reaches_the_model(workshop: Workshop) -> None:
         assert workshop.batch(number)["closed"].tolist() == real.tolist()
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_weights_and_another_gives_others(ready: Workshop, tmp_path: Path) -> None:
     ends = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
@@ -257,6 +258,7 @@ def test_stored_states_are_those_of_the_encoder(workshop: Workshop, tmp_path: Pa
         assert torch.allclose(one.log_probs, two.log_probs, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_training_on_stored_states_equals_training_on_a_still_encoder(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, encoder: Path
 ) -> None:
@@ -342,6 +344,7 @@ def test_without_dev_the_last_state_is_kept(workshop: Workshop, tmp_path: Path) 
     assert "R@1" not in curve(tmp_path)[0]
 
 
+@pytest.mark.slow
 def test_searching_dev_does_not_change_what_is_learned(ready: Workshop, tmp_path: Path) -> None:
     ends = []
     for name, dev in (("without", None), ("with", Scripted(0.1, 0.2, 0.3))):
@@ -415,6 +418,7 @@ def interrupted(ready: Workshop, out: Path, killer: list[int], *stops: int, dev:
         killer.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"accumulation": 2}, {"freeze_encoder": True}], ids=str)
 def test_resumed_training_ends_with_the_same_bits(
     ready: Workshop, tmp_path: Path, killer: list[int], changes: dict[str, Any]
@@ -480,6 +484,7 @@ def test_checkpoints_are_ordered_by_number_and_few(ready: Workshop, tmp_path: Pa
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-11"
 
 
+@pytest.mark.slow
 def test_a_resumed_curve_has_each_step_once_and_dev_s_choice_is_the_same(
     ready: Workshop, tmp_path: Path, killer: list[int]
 ) -> None:

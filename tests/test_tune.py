@@ -68,6 +68,7 @@ def first_hits(folder: Path, pairs: list[tuple[str, str]]) -> float:
 # ---- what comes out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refreshes", [0, 2])
 def test_more_documents_are_found_first(encoder: Path, tmp_path: Path, refreshes: int) -> None:
     held_out = [pair for pair in make_queries(DOCUMENTS, seed=9, each=6) if "item" in pair[0]]
