@@ -25,14 +25,13 @@ from transformers import get_linear_schedule_with_warmup
 
 from nci.contrast_settings import ContrastSettings
 from nci.contrastive_data import Batch, Pairs, Passages, Rows, Tokens, draw, split_epoch
-from nci.encoders import TextEncoder, pool_tokens
+from nci.encoders import TextEncoder, pool_tokens, wide_mask
 from nci.progress import hide_bars
 from nci.runtime import quiet, uses_bf16
 
 MAX_GRAD_NORM = 1.0
 WEIGHT_DECAY = 0.01
 _SCORES_AT_ONCE = 2**25  # entries of a block of the score matrix: 128 MiB
-_MASKED_ALIKE = ("bert", "roberta", "xlm-roberta")  # encoders whose layers all take the same mask
 
 
 def autocast(encoder: TextEncoder, settings: ContrastSettings) -> torch.autocast:
@@ -49,11 +48,9 @@ def embed(encoder: TextEncoder, tokens: Tokens, texts: Rows, *, at_once: int) ->
 
 def _embed(encoder: TextEncoder, tokens: Tokens, texts: Rows) -> Tensor:
     ids, mask = (_on(encoder.model.device, each) for each in tokens.padded(texts, encoder.tokenizer.pad_token_id or 0))
-    config, seen = encoder.model.config, mask.long()
-    if config.model_type in _MASKED_ALIKE and config._attn_implementation == "sdpa":
-        # from a mask of two dimensions transformers would make this one after asking, and waiting, if it is all ones
-        seen = mask[:, None, None, :].expand(-1, -1, ids.shape[1], -1)
-    hidden = encoder.model(input_ids=ids, attention_mask=seen).last_hidden_state  # (texts, pieces, width)
+    hidden = encoder.model(
+        input_ids=ids, attention_mask=wide_mask(encoder.model.config, mask)
+    ).last_hidden_state  # (texts, pieces, width)
     return torch.nn.functional.normalize(pool_tokens(hidden, mask.long(), encoder.settings.pooling).float(), dim=-1)
 
 

