@@ -362,7 +362,7 @@ MAKERS: dict[str, Callable[[Workbench], Made]] = {
 COMPOSED: dict[str, Callable[[Workbench, str], Made]] = {"rrf": _fused, "sum": _summed, "rerank": _reranked}
 SHARED: dict[str, Callable[[Workbench], object]] = {
     "generated queries": lambda bench: bench.generated,
-    "held-out queries": lambda bench: bench.held_out,
+    "held-out queries": lambda bench: bench.held_out(bench.config.calibrate),
     "untrained index": lambda bench: bench.flat(),
 }
 SECTION = {

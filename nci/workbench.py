@@ -20,7 +20,7 @@ from nci.assembly import load_embedder
 from nci.baselines import Searcher
 from nci.baselines.settings import BASELINES, USUAL
 from nci.calibrate import withheld
-from nci.config import Config, CorpusConfig, content_key
+from nci.config import CalibrateConfig, Config, CorpusConfig, content_key
 from nci.corpus import Dataset, fingerprint
 from nci.encoders import TextEncoder
 from nci.index import Index, build, load
@@ -83,13 +83,12 @@ class Workbench:
             source = folder
         return read_generated(source) if source else []
 
-    @cached_property
-    def held_out(self) -> list[tuple[str, str]]:
+    def held_out(self, calibrate: CalibrateConfig) -> list[tuple[str, str]]:
         """Generated queries for calibration, by a generator that has not seen what is withheld; none from a file."""
-        if not isinstance(self.generated_from, Recipe):
+        if not isinstance(self.generated_from, Recipe) or not calibrate.share:
             return []
-        hidden = withheld((doc_id for _, doc_id in self.pairs), self.config.calibrate)
-        folder = self.folder / f"querygen-{content_key(self.generated_key, self.config.calibrate)}"
+        hidden = withheld((doc_id for _, doc_id in self.pairs), calibrate)
+        folder = self.folder / f"querygen-{content_key(self.generated_key, calibrate)}"
         if not (folder / FILE).exists():
             rest = [(query, doc_id) for query, doc_id in self.pairs if doc_id not in hidden]
             device = check_device(self.device)
@@ -140,7 +139,7 @@ class Workbench:
             out,
             config,
             generated=self.generated if generated else [],
-            held_out=self.held_out if generated and config.calibrate.share else [],
+            held_out=self.held_out(config.calibrate) if generated else [],
             device=self.device,
         )
 

@@ -19,13 +19,14 @@ from safetensors.torch import load_file
 from tiny import make_beir, make_t5, tiny_flags, tiny_values, write_lines
 
 from nci import __version__
-from nci.config import Config, changed
+from nci.calibrate import withheld
+from nci.config import CalibrateConfig, Config, changed
 from nci.corpus import open_dataset
 from nci.errors import ConfigError
 from nci.index import Index
-from nci.querygen import QueryGenConfig, read_generated
+from nci.querygen import QueryGenConfig, read_generated, write_generated
 from nci.recipe import Recipe
-from nci.systems import first_of_each, generated_source, make, seeds_of
+from nci.systems import first_of_each, generated_source, make, needs, seeds_of
 from nci.workbench import Workbench
 
 Nci = Callable[..., tuple[int, str, str]]
@@ -396,3 +397,28 @@ def test_ance_goes_on_from_dpr(beir: Path, tmp_path: Path, encoder: Path) -> Non
     assert (settings["encoder"], settings["epochs"], settings["refreshes"]) == (str(dpr / "encoder"), 0, 1)
     one, two = (load_file(folder / "encoder" / "model.safetensors") for folder in (dpr, ance))
     assert any(not torch.equal(one[name], two[name]) for name in one)
+
+
+def test_calibration_gets_queries_of_a_generator_that_has_not_seen_what_is_withheld(
+    beir: Path, tmp_path: Path, encoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = open_dataset(beir)
+    assert dataset is not None
+    config = Config.from_dict(tiny_values(encoder, calibrate={"share": 0.3, "least": 2}))
+    bench = Workbench(dataset, tmp_path, config, device="cpu", generated_from=Recipe(encoder=str(encoder)))
+    told: list[list[tuple[str, str]]] = []
+
+    def make_queries(documents: object, pairs: list[tuple[str, str]], *, out: Path, **_: object) -> Path:
+        told.append(pairs)
+        out.mkdir(parents=True)
+        return write_generated(out / "queries.jsonl", [(f"made of {len(pairs)}", "d0")])
+
+    monkeypatch.setattr("nci.workbench.make_queries", make_queries)
+    hidden = withheld((doc_id for _, doc_id in bench.pairs), config.calibrate)
+    assert hidden
+    assert bench.held_out(config.calibrate) == bench.held_out(config.calibrate) != bench.generated
+    assert told[0] == [pair for pair in bench.pairs if pair[1] not in hidden]
+    assert told[1] == bench.pairs
+    assert len(told) == 2
+    assert bench.held_out(CalibrateConfig()) == []
+    assert ("held-out queries", 0) in needs(bench, "nci", 0)
