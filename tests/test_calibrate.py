@@ -101,7 +101,7 @@ def test_a_decoder_that_only_disturbs_is_turned_down(engine: Engine) -> None:
     evidence = gather(engine, TEXTS, np.zeros(len(TEXTS), int), seen)
     content = evidence.scores(torch.tensor([3.0, 2.0, 0.0, 0.0])).argmax(1).numpy()
     found = fit(engine, TEXTS * 40, np.tile(content, 40), seen)
-    start = float(engine.model.anchor_weights.exp()[0])  # type: ignore[union-attr]
+    start = float(engine.model.anchor_weights.detach().exp()[0])  # type: ignore[union-attr]
     assert found.residual / found.kappa < 0.5 * 1 / start, "against the content score"
 
 
@@ -112,7 +112,7 @@ def test_a_handful_of_queries_cannot_carry_the_weights_away(engine: Engine) -> N
     evidence = gather(engine, texts, np.zeros(2, int), seen)
     assert evidence.lexical is not None
     found = fit(engine, texts, evidence.lexical.argmax(1).numpy(), seen)
-    start = float(engine.model.anchor_weights.exp()[1])  # type: ignore[union-attr]
+    start = float(engine.model.anchor_weights.detach().exp()[1])  # type: ignore[union-attr]
     assert found.lexical < 1.5 * start
 
 
