@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from nci.errors import ConfigError
+from nci.errors import ConfigError, check_least
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,7 @@ class ContrastSettings:
         if self.precision not in ("auto", "fp32", "bf16"):
             raise ConfigError(f"precision is one of auto, fp32, bf16; not {self.precision!r}")
         counts = ("refresh_epochs", "negatives", "depth", "batch_size", "query_length")
-        for name, smallest in ({"epochs": 0, "refreshes": 0, "seed": 0} | dict.fromkeys(counts, 1)).items():
-            if getattr(self, name) < smallest:
-                raise ConfigError(f"{name} is at least {smallest}, not {getattr(self, name)}")
+        check_least(self, {"epochs": 0, "refreshes": 0, "seed": 0} | dict.fromkeys(counts, 1))
         if self.depth < self.negatives:
             raise ConfigError(f"depth is at least the number of negatives ({self.negatives}), not {self.depth}")
         for name, inside in {

@@ -5,6 +5,8 @@ An error says what was wrong, what was expected and what to do about it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class NciError(Exception):
     """Base of all errors that are the user's to fix."""
@@ -40,3 +42,10 @@ class IndexVersionError(NciError):
 
 class IndexLockedError(NciError):
     """Another process is writing to the index."""
+
+
+def check_least(settings: object, least: Mapping[str, float], flag: str = "") -> None:
+    """Refuse settings below what makes sense; `flag` is what stands before their names on the command line."""
+    for name, bound in least.items():
+        if getattr(settings, name) < bound:
+            raise ConfigError(f"{flag}{name} is at least {bound}, not {getattr(settings, name)}")

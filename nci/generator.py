@@ -23,7 +23,7 @@ from torch import Tensor
 from nci.config import TrainConfig
 from nci.embed import fingerprint
 from nci.encoders import TextEncoder, fetch_encoder
-from nci.errors import ConfigError, MissingModelError
+from nci.errors import ConfigError, MissingModelError, check_least
 from nci.pointer import Network, State
 from nci.runtime import quiet
 from nci.seq2seq import Batches, Sampling, check_pairs, finish, fit, is_complete, work_key
@@ -69,9 +69,7 @@ class GeneratorConfig:
     def __post_init__(self) -> None:
         if self.pieces not in ("seen", "all"):
             raise ConfigError(f"pieces is seen or all, not {self.pieces!r}")
-        for name, least in (("decoder_layers", 1), ("max_source", 3), ("max_target", 2), ("batch_size", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is at least {least}, not {getattr(self, name)}")
+        check_least(self, {"decoder_layers": 1, "max_source": 3, "max_target": 2, "batch_size": 1})
         if not self.epochs > 0 or not 0 <= self.dropout < 1:
             raise ConfigError(f"epochs is above 0 and dropout from 0 to below 1, not {self.epochs} and {self.dropout}")
 

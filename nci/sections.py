@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from nci.errors import ConfigError
+from nci.errors import ConfigError, check_least
 
 
 def check(condition: bool, message: str) -> None:
@@ -114,8 +114,8 @@ class TuneConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("epochs", 0), ("refreshes", 0), ("negatives", 1), ("batch_size", 2), ("generated", 0)):
-            check(getattr(self, name) >= least, f"--tune.{name} is at least {least}, not {getattr(self, name)}")
+        least = {"epochs": 0, "refreshes": 0, "negatives": 1, "batch_size": 2, "generated": 0}
+        check_least(self, least, "--tune.")
         check(0 < self.lr < 1 and self.temperature > 0, "--tune.lr and --tune.temperature are positive, lr below 1")
         check(
             self.epochs > 0 or not self.refreshes,

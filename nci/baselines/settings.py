@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nci.contrast_settings import ContrastSettings
-from nci.errors import ConfigError
+from nci.errors import ConfigError, check_least
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,7 @@ class SealSettings:
 
     def __post_init__(self) -> None:
         least = {"length": 1, "spans": 1, "unsupervised": 0, "source_words": 1, "epochs": 0, "batch_size": 1, "beam": 1}
-        for name, bound in (least | {"max_occurrences": 1, "queries_at_once": 1}).items():
-            if getattr(self, name) < bound:
-                raise ConfigError(f"--seal.{name} is at least {bound}, not {getattr(self, name)}")
+        check_least(self, least | {"max_occurrences": 1, "queries_at_once": 1}, "--seal.")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ConfigError(f"--seal.max_tokens is at least 1, not {self.max_tokens}")
         for name in ("temperature", "power", "learning_rate"):
