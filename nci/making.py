@@ -214,7 +214,7 @@ def _lexical_stage(
         lexical, own = expanded_scores(contents, appended, config.lexical)
         lexical.save(folder)
         np.save(folder / "own.npy", own, allow_pickle=False)
-        return f"BM25 weights with {len(appended):,} queries"
+        return f"BM25 weights with {len(appended):,} queries" if appended else "BM25 weights"
 
     folder = stages.run("lexical", content_key(corpus_key, config.lexical, appended), work)
     own = np.load(folder / "own.npy", allow_pickle=False)
