@@ -268,7 +268,9 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
             else:
                 distinct, owner = torch.unique(prefix[:, level], return_inverse=True)
                 first = _first(owner)
-            adapter = None if a is None else a[:, level] if alone and level else a[group[first], level]
+            adapter = (
+                None if a is None else a[:, level] if alone and level else a[:, level].index_select(0, group[first])
+            )
             log_probs, child, _ = self.child_log_probs(
                 h[:, level], distinct, owner, adapter, level, anchors, closed=closed
             )
@@ -339,10 +341,13 @@ def _repeat(tensor: Tensor | None, times: int) -> Tensor | None:
 
 
 def _score(z: Tensor, columns: Tensor, owner: Tensor | None) -> Tensor:
-    """Products of rows (rows, d) with the columns (distinct, n, d) of their owners; one shared owner is a plain product."""
+    """Products of rows (rows, d) with the columns (distinct, n, d) of their owners; one shared owner is a plain product.
+
+    index_select, since threads add up the gradient of columns[owner] in whatever order they come.
+    """
     if len(columns) == 1:
         return z @ columns[0].T
-    return torch.einsum("rd,rnd->rn", z, columns if owner is None else columns[owner])
+    return torch.einsum("rd,rnd->rn", z, columns if owner is None else columns.index_select(0, owner))
 
 
 def _first(owner: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from nci.anchors import node_means
 from nci.config import Config, EmbedConfig, ModelConfig
 from nci.errors import ConfigError
 from nci.losses import consistency_loss
-from nci.model import NCIModel
+from nci.model import NCIModel, _score
 from nci.model_config import NCIConfig
 from nci.records import SemanticId
 from nci.search import EncodedQueries, exhaustive_search, plain_search, score_all
@@ -493,6 +493,20 @@ def test_stored_encoder_states_give_the_same_loss(
     np.testing.assert_allclose(two.log_probs, one.log_probs, atol=1e-5)
     assert float(two.loss) == pytest.approx(float(one.loss), abs=1e-5)
     np.testing.assert_allclose(three.log_probs, torch.cat([one.log_probs] * 2), atol=1e-5)
+
+
+def test_the_gradient_of_shared_columns_does_not_depend_on_threads() -> None:
+    generator = torch.Generator().manual_seed(0)
+    columns = torch.randn(30, 30, 384, generator=generator, requires_grad=True)
+    owner = torch.randint(0, 30, (64,), generator=generator)
+    z = torch.randn(64, 384, generator=generator)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = [torch.autograd.grad(_score(z, columns, owner).sin().sum(), columns)[0] for _ in range(30)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(found[0], other) for other in found)
 
 
 def test_given_query_vectors_stand_behind_the_anchor(make_model: MakeModel, batch: Batch) -> None:
