@@ -30,6 +30,7 @@ log = logging.getLogger("nci")
 
 _AT_ONCE = 2**24  # numbers per query and node that are computed together
 _MOST = 4000  # queries: more make no difference
+_HELD = 2**27  # numbers per query and node that are kept; fitting needs a handful of their like
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Evidence:
 
 @torch.no_grad()
 def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], seen: NDArray[np.bool_]) -> Evidence:
-    """Read some queries with a trained model, a few at a time."""
+    """Read some queries with a trained model, a few at a time; what is found stays on the model's device."""
     model, trie = engine.reference, engine.trie
     assert model.tables.vectors is not None
     step = max(1, _AT_ONCE // max(trie.nodes * 8, 1))
@@ -103,16 +104,16 @@ def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], s
         stored = engine.stored_vectors(part, len(part))
         asked = queries.vectors if stored is None else stored
         assert asked is not None
-        dense.append((asked.float() @ model.tables.vectors.T).cpu())
-        residual.append(residuals(model, queries).cpu())
+        dense.append(asked.float() @ model.tables.vectors.T)
+        residual.append(residuals(model, queries))
         if engine.lexical is not None:
-            lexical.append(torch.as_tensor(engine.lexical.normalised(part)))
+            lexical.append(torch.as_tensor(engine.lexical.normalised(part), device=model.device))
     return Evidence(
         torch.cat(dense),
         torch.cat(lexical) if lexical else None,
         torch.cat(residual),
-        torch.as_tensor(targets).long(),
-        torch.as_tensor(~seen).float(),
+        torch.as_tensor(targets, device=model.device).long(),
+        torch.as_tensor(~seen, device=model.device).float(),
     )
 
 
@@ -149,12 +150,14 @@ def residuals(model: NCIModel, queries: EncodedQueries) -> Tensor:
 class Paths:
     """The softmax along the tree as a function of the weights."""
 
-    def __init__(self, trie: Trie) -> None:
-        self.sum = TreeSum(trie)
+    def __init__(self, trie: Trie, device: torch.device | str = "cpu") -> None:
+        self.sum = TreeSum(trie).to(device)
         self.trie = trie
-        self.parent = torch.as_tensor(trie.parent).long()
+        self.parent = torch.tensor(trie.parent, device=device).long()
         self.parent[0] = 0
-        self.nodes = torch.as_tensor(trie.path_nodes).long()  # (documents, positions + 1), -1 behind the end
+        self.nodes = torch.tensor(
+            trie.path_nodes, device=device
+        ).long()  # (documents, positions + 1), -1 behind the end
 
     def log_probs(self, evidence: Evidence, weights: Tensor) -> Tensor:
         """log p(c | parent) of every node: (queries, nodes); 0 at the root."""
@@ -170,7 +173,7 @@ class Paths:
 
     def documents(self, log_probs: Tensor) -> Tensor:
         """log p(d): (queries, documents)."""
-        out = torch.zeros(len(log_probs), len(self.nodes))
+        out = log_probs.new_zeros(len(log_probs), len(self.nodes))
         for column in self.nodes.T[1:]:
             out += torch.where(column >= 0, log_probs[:, column.clamp(min=0)], 0.0)
         return out
@@ -189,13 +192,14 @@ def fit(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], seen
         targets: The leaf that each text should find.
         seen: (documents,) in leaf order, which have training queries in this build.
     """
-    chosen = np.random.default_rng(0).permutation(len(texts))[:_MOST]
+    chosen = np.random.default_rng(0).permutation(len(texts))[: max(1, min(_MOST, _HELD // engine.trie.nodes))]
     evidence = gather(engine, [texts[i] for i in chosen], np.asarray(targets)[chosen], seen)
-    paths = Paths(engine.trie)
+    device = evidence.dense.device
+    paths = Paths(engine.trie, device)
     new = evidence.unseen[evidence.targets] > 0  # (queries,)
     share = torch.where(new, 0.5 / new.sum().clamp(min=1), 0.5 / (~new).sum().clamp(min=1))
     assert engine.model.anchor_weights is not None
-    start = torch.cat([engine.model.anchor_weights.detach().float().cpu(), torch.tensor([0.0, 1.0])])
+    start = torch.cat([engine.model.anchor_weights.detach().float().cpu(), torch.tensor([0.0, 1.0])]).to(device)
     weights = start.clone().requires_grad_(True)
     optimiser = torch.optim.LBFGS([weights], max_iter=60, line_search_fn="strong_wolfe")
 
