@@ -303,6 +303,7 @@ def build(
     queries: TrainingQueries | None = None,
     generated: TrainingQueries = (),
     held_out: TrainingQueries = (),
+    shared: Path | None = None,
     device: str | None = None,
 ) -> Index:
     """Index a corpus into the folder `out` and open it; a second call with the same input does nothing again.
@@ -313,6 +314,7 @@ def build(
         queries: Training queries as (query, doc_id); a BEIR folder brings its own.
         generated: Queries that a generator wrote, as (query, doc_id).
         held_out: The same by a generator that has not seen the queries which calibration withholds.
+        shared: A folder for what indexes of the same corpus have in common; none keeps it in `out`.
         device: cpu or cuda, for building and for searching afterwards; a GPU where there is one when not given.
     """
     from nci.parsers import default_preset
@@ -321,7 +323,16 @@ def build(
     if config is None:
         config = default_preset(["--device", device] if device else [])
     settings = Config.preset(config) if isinstance(config, str) else config
-    build_index(corpus, out, settings, queries=queries, generated=generated, held_out=held_out, device=device)
+    build_index(
+        corpus,
+        out,
+        settings,
+        queries=queries,
+        generated=generated,
+        held_out=held_out,
+        shared=shared,
+        device=device,
+    )
     return Index(out, device=check_device(device))
 
 

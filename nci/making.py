@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,7 @@ from nci.model import NCIModel
 from nci.pack import DocumentFile
 from nci.pairs import BatchPlan, make_pairs, write_plan
 from nci.records import Document
+from nci.store import waiting_lock
 from nci.train import train
 from nci.training_data import TrainingData
 from nci.tree import Tree, build_tree, query_vectors
@@ -42,9 +44,15 @@ log = logging.getLogger("nci")
 
 @dataclass
 class Stages:
-    """The build folder of one index."""
+    """A build folder.
+
+    Args:
+        shared: Several indexes are made of it, maybe at once: a stage is made by one of them while the others wait for it,
+            and stays when another key takes its name.
+    """
 
     folder: Path
+    shared: bool = False
 
     def run(self, name: str, key: str, work: Callable[[Path], str | None]) -> Path:
         """The folder of a finished stage; `work` fills it when it is not there yet."""
@@ -58,12 +66,16 @@ class Stages:
                 time.sleep(0.2)
             return folder
         folder.mkdir(parents=True, exist_ok=True)
-        started = time.monotonic()
-        result = work(folder)
-        marker.touch()
-        for other in self.folder.glob(f"{name}-*"):
-            if other != folder:
-                shutil.rmtree(other, ignore_errors=True)
+        with waiting_lock(folder / "LOCK") if self.shared else nullcontext():
+            if marker.exists():
+                return folder
+            started = time.monotonic()
+            result = work(folder)
+            marker.touch()
+        if not self.shared:
+            for other in self.folder.glob(f"{name}-*"):
+                if other != folder:
+                    shutil.rmtree(other, ignore_errors=True)
         log.info("%-10s %s in %.1f s", name, result or "done", time.monotonic() - started)
         return folder
 
@@ -118,7 +130,8 @@ class Making:
     def embed_key(self, data: TrainingData) -> str:
         config = self.config
         encoder = encoder_fingerprint(fetch_encoder(config.embed.encoder))
-        tuned = (config.tune, data.real, data.generated) if self.tunes(data) else ()
+        generated = data.generated if config.tune.generated else []
+        tuned = (config.tune, data.real, generated) if self.tunes(data) else ()
         return content_key(self.corpus_key, config.embed, encoder, *tuned)
 
     def tree_key(self, data: TrainingData) -> str:

@@ -50,6 +50,9 @@ INDEXES = {
     "nci-qg50": Variant({"pairs": {"generated_queries": 50}}),
 }
 WITH_PLUS = {"bm25+trainq", "bm25+qg", "bm25+qg50"}  # the other systems have none in their names
+QUERYLESS = {"bm25", "bm25-okapi", "dense", "dense-hnsw", "bert-bruteforce", "bert-faiss"}  # know documents alone
+FITTED = {"sum", "const"}  # on queries that the systems they are built on have not seen
+FOLD = "fold:"  # before the name of a system: the one made without the queries of the withheld documents
 
 
 def split_outside(text: str, at: str) -> list[str]:
@@ -107,7 +110,7 @@ def parts_of(name: str) -> list[str]:
     if not name.startswith(f"{kind}:"):
         return []
     inner = name.removeprefix(f"{kind}:")
-    if kind == "rerank":
+    if kind in ("rerank", "const"):
         return [inner]
     out: list[str] = []
     for word in split_outside(inner, "+"):
@@ -116,6 +119,15 @@ def parts_of(name: str) -> list[str]:
         else:
             out.append(word)
     return out
+
+
+def of_fold(name: str) -> str:
+    """The name of a system in the fold, which is the same system where it knows no queries.
+
+    >>> of_fold("ance"), of_fold("bm25")
+    ('fold:ance', 'bm25')
+    """
+    return name if name in QUERYLESS else FOLD + name
 
 
 def config_of(config: Config, name: str) -> Config:

@@ -182,10 +182,11 @@ def compare(argv: Sequence[str]) -> ArgumentParser:
         "trained and kept, so that a second call only prints and a killed one goes on. Systems: bm25, bm25-okapi, "
         "bm25+trainq, bm25+qg, bm25+qg50, dense, dense-hnsw, bert-bruteforce, bert-faiss, knn, dpr, ance, ance-maxp, dsi, "
         "dsi-atomic, seal, nci, nci-untrained, nci-zeroed, nci-pure, nci-noqg, nci-qg50, nci-ensemble (all --seeds merged), "
-        "rrf:A+B (by ranks), sum:A+B (by scores, weights fitted on dev), rerank:A; table stands for the full table. An index "
-        "may have other settings, and a row a name: no-pawa=nci[model.head=tied,model.adapter_layers=0]; "
-        "nci-unconstrained[...] is searched without its tree. dense and dense-hnsw search the index's own vectors; with any "
-        "--dense flag, vectors of their own."
+        "rrf:A+B (by ranks), sum:A+B (by scores), const:A (one constant for documents without training queries), rerank:A; "
+        "weights and constants are fitted on dev and on queries withheld from systems made for this alone. table stands for "
+        "the full table. An index may have other settings, and a row a name: "
+        "no-pawa=nci[model.head=tied,model.adapter_layers=0]; nci-unconstrained[...] is searched without its tree. dense and "
+        "dense-hnsw search the index's own vectors; with any --dense flag, vectors of their own."
     )
     parser.add_argument("data", metavar="DATA", help="A BEIR folder.")
     parser.add_argument(

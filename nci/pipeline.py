@@ -47,6 +47,7 @@ def build(
     queries: TrainingQueries | None = None,
     generated: TrainingQueries = (),
     held_out: TrainingQueries = (),
+    shared: Path | None = None,
     engine: str = "local",
     device: str | None = None,
 ) -> Path:
@@ -58,6 +59,7 @@ def build(
         generated: Queries that a generator wrote for documents.
         held_out: The same by a generator that has not seen the queries which calibration withholds (`calibrate.withheld`);
             without them it uses `generated`, and trusts them more than it should.
+        shared: Where stages are kept for several indexes, which may be built at once; none keeps them in the index.
         engine: Where shards are worked on.
         device: cpu or cuda; none takes a GPU where there is one.
     """
@@ -69,8 +71,17 @@ def build(
         raise ConfigError(f"-o {out}: no folder can be made there: {error.strerror}") from error
     first = int(os.environ.get("RANK", "0")) == 0  # under torchrun one process writes, all train
     with store.writer_lock(out) if first else nullcontext():
+        stages = Stages(out / "build") if shared is None else Stages(shared, shared=True)
         live = _build(
-            source, out, config, queries=queries, generated=generated, held_out=held_out, engine=engine, device=device
+            source,
+            out,
+            stages,
+            config,
+            queries=queries,
+            generated=generated,
+            held_out=held_out,
+            engine=engine,
+            device=device,
         )
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.barrier()  # nobody opens the index before it is published
@@ -80,6 +91,7 @@ def build(
 def _build(
     source: Source,
     out: Path,
+    stages: Stages,
     config: Config,
     *,
     queries: TrainingQueries | None,
@@ -88,8 +100,7 @@ def _build(
     engine: str,
     device: str,
 ) -> Path:
-    stages = Stages(out / "build")
-    documents, corpus_key = _documents_stage(source, stages, config)
+    documents, corpus_key = _documents_stage(source, out, stages, config)
     doc_ids = documents.doc_ids()
     data = training_data(
         open_dataset(source),
@@ -122,7 +133,8 @@ def _build(
     if data.dev:
         report["dev"] = assembly.search_dev(model, data.dev)
     generation = _publish(out, documents, made.tree, assembly, model, report)
-    for folder in [*(out / "build").glob("train-*"), out / "build" / "calibrate"]:
+    done = [made.folder] if stages.shared else [*stages.folder.glob("train-*"), stages.folder / "calibrate"]
+    for folder in done:
         shutil.rmtree(folder, ignore_errors=True)
     store.collect_garbage(out)
     return generation
@@ -146,7 +158,7 @@ def _calibrate(
         return None
     log.info("%-10s a first build without the queries of some documents", "calibrate")
     file = stages.folder / "calibrate" / f"{content_key(making.key(fold), held)}.json"
-    inner = Stages(stages.folder / "calibrate")
+    inner = stages if stages.shared else Stages(stages.folder / "calibrate")
     if not file.exists():
         made = making.make(inner, fold, stages)
         if int(os.environ.get("RANK", "0")) == 0:
@@ -154,9 +166,12 @@ def _calibrate(
             leaves = made.assembly.leaf_of_row[[row for _, row in asked]]
             engine = made.assembly.engine(made.model)
             found = fit(engine, [text for text, _ in asked], leaves, made.assembly.seen(fold.seen_rows))
+            file.parent.mkdir(exist_ok=True)
             staged = file.with_suffix(".tmp")
             staged.write_text(json.dumps(asdict(found)), encoding="utf-8")
             staged.replace(file)
+            if stages.shared:
+                shutil.rmtree(made.folder, ignore_errors=True)
     while not file.exists():  # under torchrun the first process fits
         time.sleep(0.2)
     calibration = Calibration(**json.loads(file.read_text(encoding="utf-8")))
@@ -164,11 +179,11 @@ def _calibrate(
     return calibration
 
 
-def _documents_stage(source: Source, stages: Stages, config: Config) -> tuple[DocumentFile, str]:
+def _documents_stage(source: Source, out: Path, stages: Stages, config: Config) -> tuple[DocumentFile, str]:
     """The corpus as one checked file; documents in memory are read first, since they can be read only once."""
     given = None
     if not isinstance(source, str | Path):
-        listed = stages.folder.parent / "reports" / "rejects.jsonl"
+        listed = out / "reports" / "rejects.jsonl"
         listed.parent.mkdir(parents=True, exist_ok=True)
         given = list(read_documents(source, config.corpus, rejects=listed))
     if given is None:
@@ -192,7 +207,7 @@ def _documents_stage(source: Source, stages: Stages, config: Config) -> tuple[Do
             offsets = np.cumsum([0, *map(len, stream)], dtype=np.int64)
         np.save(folder / "offsets.npy", offsets)
         if rejects.exists():
-            reports = stages.folder.parent / "reports"
+            reports = out / "reports"
             reports.mkdir(exist_ok=True)
             shutil.copy(rejects, reports / "rejects.jsonl")
             log.warning("bad lines were skipped: see %s", reports / "rejects.jsonl")

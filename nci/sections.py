@@ -106,7 +106,7 @@ class TuneConfig(Section):
     epochs: int = 0
     refreshes: int = 0
     negatives: int = 4
-    generated: float = 0.1
+    generated: float = 0.0
     batch_size: int = 128
     lr: float = 7e-5
     temperature: float = 0.03

@@ -179,6 +179,14 @@ def writer_lock(folder: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def waiting_lock(file: Path) -> Iterator[None]:
+    """Be the only one who holds `file` (made if missing); another one waits. The kernel drops it when its holder dies."""
+    with file.open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def resolve(folder: Path) -> Path:
     """The live generation of an index folder, or the folder itself when it is a single generation."""
     try:

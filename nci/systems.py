@@ -11,8 +11,11 @@
     nci-unconstrained                             searched without its tree, with model.normalise=position or vocabulary
     nci-ensemble                                  all seeds of nci merged
     nci[train.alpha=0.15,tree.k=10]               any of these indexes but the ensemble, with other settings
-    rrf:A+B  sum:A+B  rerank:A                    built on others
+    rrf:A+B  sum:A+B  rerank:A                    built on others: by ranks, by scores, by a cross-encoder
+    const:A                                       A with one constant added to documents without training queries
 
+The numbers of sum: and const: are fitted on dev and on the queries of some documents, asked of systems that were made
+without these queries (the fold); they are then used with systems made of everything.
 A word before an equals sign is the name of the row: no-pawa=nci[model.head=tied,model.adapter_layers=0].
 A system is made once, in a folder of the workbench named by a hash of what it depends on. What several systems share
 (generated queries, vectors, an index) is named by `needs`, so that it can be made before them.
@@ -23,7 +26,7 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -32,7 +35,7 @@ from nci.baselines.bm25 import BM25
 from nci.baselines.dense import Dense
 from nci.config import content_key
 from nci.errors import ConfigError
-from nci.names import INDEXES, config_of, kind_of, labelled, leaves, parts_of
+from nci.names import FITTED, FOLD, INDEXES, QUERYLESS, config_of, kind_of, labelled, leaves, of_fold, parts_of
 from nci.recipe import QueryGenConfig, Recipe
 from nci.records import Hit
 from nci.training_data import split_pairs
@@ -59,8 +62,11 @@ def check_names(names: Sequence[str]) -> None:
         _check_name(labelled(name)[1])
 
 
-def _check_name(name: str) -> None:
+def _check_name(name: str, fitted: int = 0) -> None:
     kind = kind_of(name)
+    fitted += kind in FITTED
+    if fitted > 2:  # SHARED names no more folds of folds
+        raise ConfigError(f"--systems: {name} is inside of two others that are sum or const; expected one at most")
     composed = name.startswith(f"{kind}:")
     if composed and kind not in COMPOSED:
         raise ConfigError(f"--systems: {kind!r} is built on nothing; {', '.join(COMPOSED)} are")
@@ -71,7 +77,7 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"--systems {name}: {kind} has no settings in brackets; {', '.join(INDEXES)} have")
     parts = parts_of(name)
     for part in parts:
-        _check_name(part)
+        _check_name(part, fitted)
     if kind in ("rrf", "sum") and len(set(parts)) < 2:
         raise ConfigError(f"--systems: {name} needs two systems or more, joined by +")
 
@@ -88,12 +94,10 @@ def check(bench: Workbench, name: str) -> None:
             )
     for part in parts_of(name):
         check(bench, part)
-    if kind in NEED_PAIRS and not bench.pairs:
+    if (kind in NEED_PAIRS or kind == "const") and not bench.pairs:
         raise ConfigError(f"--systems: {name} needs training queries, and the data has no qrels/train.tsv")
-    if kind == "sum" and not split_pairs(bench.dataset, "dev"):
-        raise ConfigError(
-            f"--systems: {name} needs held-out queries for its weights, and the data has no qrels/dev.tsv"
-        )
+    if kind in FITTED and not split_pairs(bench.dataset, "dev"):
+        raise ConfigError(f"--systems: {name} needs held-out queries, and the data has no qrels/dev.tsv")
     if kind in NEED_GENERATED and bench.generated_from is None:
         raise ConfigError(
             f"--systems: {name} needs generated queries: --generated auto makes them, --generated FILE names them"
@@ -133,13 +137,18 @@ def seeds_of(bench: Workbench, name: str) -> int:
 
 
 def needs(bench: Workbench, name: str, seed: int) -> list[tuple[str, int]]:
-    """What must be made before a system, as (name, seed): other systems, and what SHARED names."""
+    """What must be made before a system, as (name, seed): other systems, also those of the fold, and what SHARED names."""
+    if name.startswith(FOLD):
+        return [(of_fold(other), each) for other, each in needs(bench.fold, name.removeprefix(FOLD), seed)]
     kind = kind_of(name)
     found = [(part, 0) for part in parts_of(name)]
+    folded = bench.fold is not bench
+    if kind in FITTED and folded:
+        found += [(of_fold(part), 0) for part in parts_of(name)]
     if kind in TAKE_GENERATED and isinstance(bench.generated_from, Recipe):
         found.append(("generated queries", 0))
-        if bench.config.calibrate.share:
-            found.append(("held-out queries", 0))
+        if folded and kind in INDEXES and config_of(bench.config, name).calibrate == bench.calibrate:
+            found.append((of_fold("generated queries"), 0))
     if name in ("dense", "dense-hnsw") and not bench.baselines.get("dense"):
         found.append(("untrained index", 0))
     if name == "ance":
@@ -163,20 +172,25 @@ def key(bench: Workbench, name: str, seed: int = 0) -> str:
         settings = [bench.config.to_dict(), bench.seeds]
     elif name in ("dense", "dense-hnsw"):
         settings = bench.settings["dense"] if bench.baselines.get("dense") else bench.config.embed
-    elif kind == "sum":
-        settings = split_pairs(bench.dataset, "dev")
+    elif kind in FITTED:
+        settings = [split_pairs(bench.dataset, "dev"), asdict(bench.calibrate)]
     return content_key(name, parts, bench.data_key, kind in TAKE_GENERATED and bench.generated_key, settings)
 
 
 def make(bench: Workbench, name: str, seed: int = 0) -> Made:
     """The system and the bytes of what it keeps, made or opened once."""
-    if (name, seed) not in bench.made:
+    if name.startswith(FOLD):
+        return make(bench.fold, name.removeprefix(FOLD), seed)
+    if bench.whole and name in QUERYLESS:
+        return make(bench.whole, name)
+    place = key(bench, name, seed)
+    if place not in bench.made:
         kind = kind_of(name)
         if kind in INDEXES:
-            bench.made[name, seed] = _index(bench, name, seed)
+            bench.made[place] = _index(bench, name, seed)
         else:
-            bench.made[name, seed] = COMPOSED[kind](bench, name) if kind in COMPOSED else MAKERS[name](bench)
-    return bench.made[name, seed]
+            bench.made[place] = COMPOSED[kind](bench, name) if kind in COMPOSED else MAKERS[name](bench)
+    return bench.made[place]
 
 
 class Several(Baseline):
@@ -323,14 +337,16 @@ def _fused(bench: Workbench, name: str) -> Made:
     return RankFusion(parts), size
 
 
-def _summed(bench: Workbench, name: str) -> Made:
+def _fit(bench: Workbench, name: str) -> Made:
+    """Fitted in the fold, used with systems made of everything."""
     from nci.baselines.fusion import ScoreFusion
 
-    parts, size = _parts(bench, name)
-    out, seen = _folder(bench, name), {doc_id for _, doc_id in bench.pairs}
+    out = _folder(bench, name)
     if not (out / "COMPLETE").exists():
-        ScoreFusion.train(parts, split_pairs(bench.dataset, "dev"), out=out, seen=seen)
-    return ScoreFusion.load(out, parts, seen=seen), size
+        asked = split_pairs(bench.dataset, "dev") + bench.withheld
+        ScoreFusion.train(_parts(bench.fold, name)[0], asked, out=out, seen=bench.fold.seen)
+    parts, size = _parts(bench, name)
+    return ScoreFusion.load(out, parts, seen=bench.seen), size
 
 
 def _reranked(bench: Workbench, name: str) -> Made:
@@ -359,10 +375,12 @@ MAKERS: dict[str, Callable[[Workbench], Made]] = {
     "seal": _seal,
     "nci-ensemble": _ensemble,
 }
-COMPOSED: dict[str, Callable[[Workbench, str], Made]] = {"rrf": _fused, "sum": _summed, "rerank": _reranked}
+COMPOSED: dict[str, Callable[[Workbench, str], Made]] = {"rrf": _fused, "sum": _fit, "const": _fit, "rerank": _reranked}
 SHARED: dict[str, Callable[[Workbench], object]] = {
     "generated queries": lambda bench: bench.generated,
-    "held-out queries": lambda bench: bench.held_out(bench.config.calibrate),
+    "fold:generated queries": lambda bench: bench.fold.generated,
+    "fold:fold:generated queries": lambda bench: bench.fold.fold.generated,
+    "fold:fold:fold:generated queries": lambda bench: bench.fold.fold.fold.generated,
     "untrained index": lambda bench: bench.flat(),
 }
 SECTION = {

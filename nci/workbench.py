@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,9 @@ class Workbench:
         seeds: How many indexes stand behind a row of `nci`, each with its own tree and training.
         variant_seeds: The same for its variants and for dsi; none means as many.
         baselines: Settings of the baselines that differ from the usual, by section and name.
-        made: Systems that are open, with the bytes of what they keep.
+        made: Systems that are open, by their keys, with the bytes of what they keep.
+        whole: The workbench that this one is a fold of.
+        hidden: Documents whose training queries a fold does without.
     """
 
     dataset: Dataset
@@ -54,7 +56,9 @@ class Workbench:
     seeds: int = 1
     variant_seeds: int | None = None
     baselines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    made: dict[tuple[str, int], tuple[Searcher, int]] = field(default_factory=dict)
+    made: dict[str, tuple[Searcher, int]] = field(default_factory=dict)
+    whole: Workbench | None = None
+    hidden: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.settings: dict[str, Any] = {}
@@ -64,12 +68,39 @@ class Workbench:
 
     @cached_property
     def documents(self) -> list[Document]:
-        return list(self.dataset.documents(CorpusConfig()))
+        return self.whole.documents if self.whole else list(self.dataset.documents(CorpusConfig()))
 
     @cached_property
     def pairs(self) -> list[tuple[str, str]]:
-        """Training queries with their documents."""
-        return split_pairs(self.dataset, "train")
+        """Training queries with their documents; a fold has no query that asks for a hidden one."""
+        pairs = self.whole.pairs if self.whole else split_pairs(self.dataset, "train")
+        unknown = {query for query, doc_id in pairs if doc_id in self.hidden}
+        return [pair for pair in pairs if pair[0] not in unknown]
+
+    @cached_property
+    def seen(self) -> frozenset[str]:
+        """Documents with training queries."""
+        return frozenset(doc_id for _, doc_id in self.pairs)
+
+    @property
+    def calibrate(self) -> CalibrateConfig:
+        """What `fold` withholds: what the indexes do, and a tenth where they withhold nothing."""
+        return self.config.calibrate if self.config.calibrate.share else CalibrateConfig(share=0.1)
+
+    @cached_property
+    def fold(self) -> Workbench:
+        """The same without the training queries of some documents, so that weights can be fitted on these queries."""
+        return self._without(self.calibrate)
+
+    @property
+    def withheld(self) -> list[tuple[str, str]]:
+        """The pairs that the fold does without."""
+        known = set(self.fold.pairs)
+        return [pair for pair in self.pairs if pair not in known]
+
+    def _without(self, calibrate: CalibrateConfig) -> Workbench:
+        hidden = withheld(self.seen, calibrate)
+        return replace(self, whole=self, hidden=frozenset(hidden)) if hidden else self
 
     @cached_property
     def generated(self) -> list[tuple[str, str]]:
@@ -87,18 +118,13 @@ class Workbench:
         """Generated queries for calibration, by a generator that has not seen what is withheld; none from a file."""
         if not isinstance(self.generated_from, Recipe) or not calibrate.share:
             return []
-        hidden = withheld((doc_id for _, doc_id in self.pairs), calibrate)
-        folder = self.folder / f"querygen-{content_key(self.generated_key, calibrate)}"
-        if not (folder / FILE).exists():
-            rest = [(query, doc_id) for query, doc_id in self.pairs if doc_id not in hidden]
-            device = check_device(self.device)
-            make_queries(self.documents, rest, out=folder, recipe=self.generated_from, device=device)
-        return read_generated(folder)
+        return self._without(calibrate).generated
 
     @cached_property
     def data_key(self) -> str:
         """A hash of documents and training queries."""
-        return content_key(fingerprint(self.dataset.folder, CorpusConfig()), self.pairs)
+        documents = self.whole.data_key if self.whole else fingerprint(self.dataset.folder, CorpusConfig())
+        return content_key(documents, self.pairs)
 
     @cached_property
     def generated_key(self) -> str:
@@ -138,8 +164,10 @@ class Workbench:
             self.dataset.folder,
             out,
             config,
+            queries=self.pairs if self.whole else None,
             generated=self.generated if generated else [],
             held_out=self.held_out(config.calibrate) if generated else [],
+            shared=self.folder / "stages",
             device=self.device,
         )
 

@@ -208,6 +208,23 @@ def test_a_killed_calibration_goes_on(beir: Path, tmp_path: Path, config: Any, m
 
 
 @pytest.mark.slow
+def test_indexes_that_share_their_stages_are_those_built_alone(
+    beir: Path, tmp_path: Path, encoder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "nci")
+    configs = [tiny_config(encoder, calibrate={"share": 0.4, "least": 4}, tree={"seed": seed}) for seed in (0, 1)]
+    shared = [build(beir, tmp_path / f"{i}.index", each, shared=tmp_path / "stages") for i, each in enumerate(configs)]
+    assert sum(record.getMessage().startswith("embed      6") for record in caplog.records) == 1
+    assert not list((tmp_path / "stages").glob("train-*"))
+    alone = [build(beir, tmp_path / f"alone{i}.index", each) for i, each in enumerate(configs)]
+    for one, other in zip(shared, alone, strict=True):
+        files = [store.read_manifest(folder)["files"] for folder in (one, other)]
+        assert {name: entry["sha256"] for name, entry in files[0].items()} == {
+            name: entry["sha256"] for name, entry in files[1].items()
+        }
+
+
+@pytest.mark.slow
 def test_held_out_queries_replace_the_generated_ones_in_the_first_build(
     beir: Path, tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ NAMES = [
     "nci-ensemble",
     "rrf:bm25+trainq+dense",
     "sum:bm25+trainq+dense",
+    "const:bm25+trainq",
     "bert-bruteforce",
     "bert-faiss",
 ]
@@ -212,6 +213,10 @@ def test_paired_values_are_means_over_seeds(result: Result, workbench: Workbench
         (["rrf:bm25+nothing"], "there is no 'nothing'"),
         (["max:bm25+dense"], "'max'"),
         (["rrf:bm25"], "two systems"),
+        (["sum:bm25+bm25"], "two systems"),
+        (["const:"], "there is no ''"),
+        (["const:bm25+dense"], "there is no 'bm25\\+dense'"),
+        (["const:rerank:const:rerank:const:bm25"], "const:bm25 is inside of two others"),
         (["rerank:nothing"], "there is no 'nothing'"),
         (["rerank:"], "there is no ''"),
         (["bm25+qg"], "generated queries"),
@@ -234,16 +239,18 @@ def test_needs_training_queries(tmp_path: Path, encoder: Path) -> None:
     dataset = open_dataset(data)
     assert dataset is not None
     bench = Workbench(dataset, tmp_path / "systems", Config.from_dict(tiny_values(encoder)))
-    for name in ("bm25+trainq", "rerank:bm25", "rrf:bm25+dpr"):
+    for name in ("bm25+trainq", "rerank:bm25", "rrf:bm25+dpr", "const:bm25"):
         with pytest.raises(ConfigError, match="needs training queries"):
             compare(bench, [name], "dev", tmp_path)
-    assert compare(bench, ["bm25"], "dev", tmp_path).queries == 12
+    assert compare(bench, ["bm25", "sum:bm25+bm25-okapi"], "dev", tmp_path).queries == 12, "nothing can be withheld"
 
 
 def test_parts_of() -> None:
     assert parts_of("rrf:bm25+trainq+dense") == ["bm25+trainq", "dense"]
     assert parts_of("sum:dense+bm25+qg") == ["dense", "bm25+qg"]
     assert parts_of("rerank:rrf:bm25+dense") == ["rrf:bm25+dense"]
+    assert parts_of("const:rrf:bm25+trainq+dense") == ["rrf:bm25+trainq+dense"]
+    assert parts_of("rrf:const:bm25+trainq+dense") == ["const:bm25+trainq", "dense"]
     assert parts_of("bm25+trainq") == []
     assert leaves("rrf:rerank:bm25+qg+dense") == ["bm25+qg", "dense"]
 

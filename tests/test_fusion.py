@@ -182,6 +182,45 @@ def test_unseen_documents_get_a_constant(tmp_path: Path) -> None:
     assert [hits[0].doc_id for hits in loaded.search([query for query, _ in pairs])] == names
 
 
+@pytest.mark.parametrize(("seen_queries", "unseen_queries", "lost"), [(9, 1, 4), (9, 3, 4), (2, 6, 1)])
+def test_seen_and_unseen_documents_count_the_same(
+    tmp_path: Path, seen_queries: int, unseen_queries: int, lost: int
+) -> None:
+    """A constant that finds every unseen document loses less than half of the seen ones, however many there are."""
+    results, pairs = {}, []
+    for i in range(seen_queries):
+        results[f"s{i}"] = [("old", 1.0), ("new", 0.9 if i < lost else 0.0), ("last", 0.0)]
+        pairs.append((f"s{i}", "old"))
+    for i in range(unseen_queries):
+        results[f"u{i}"] = [("old", 1.0), ("new", 0.8), ("last", 0.0)]
+        pairs.append((f"u{i}", "new"))
+    one = {"A": Fixed("A", results)}
+    made = ScoreFusion.train(one, pairs, out=tmp_path / "both", seen={"old", "last"})
+    assert 0.2 < made.settings.unseen < 1
+    assert made.search("u0", k=1)[0].doc_id == "new"
+    assert made.search("u0", k=1)[0].source == "const:A"
+    # Where there is one kind only, it counts all; where most of the seen ones would be lost, nothing is added.
+    alone = ScoreFusion.train(one, pairs[:seen_queries], out=tmp_path / "seen", seen={"old", "last"})
+    assert alone.settings == FusionSettings(weights={"A": 1.0})
+    dear = {"A": Fixed("A", {**results, **{f"s{i}": results["s0"] for i in range(seen_queries)}})}
+    more = [*pairs, *((f"v{i}", "old") for i in range(unseen_queries))]
+    dear["A"].results |= {f"v{i}": results["s0"] for i in range(unseen_queries)}
+    assert ScoreFusion.train(dear, more, out=tmp_path / "dear", seen={"old", "last"}).settings.unseen == 0
+
+
+def test_a_query_for_a_seen_and_an_unseen_document_counts_half_for_each(tmp_path: Path) -> None:
+    results = {
+        "both": [("old", 1.0), ("new", 0.5), ("last", 0.0)],
+        "s": [("old", 1.0), ("new", 0.9), ("last", 0.0)],
+        "t": [("old", 1.0), ("last", 0.0)],
+    }
+    pairs = [("both", "old"), ("both", "new"), ("s", "old"), ("t", "old")]
+    made = ScoreFusion.train({"A": Fixed("A", results)}, pairs, out=tmp_path, seen={"old", "last"})
+    # Without a constant all seen documents are found, one half; with it the unseen one, the other half, and "t".
+    assert made.settings.unseen >= 0.5
+    assert [hits[0].doc_id for hits in made.search(["both", "s", "t"])] == ["new", "new", "old"]
+
+
 def test_training_prefers_the_system_that_is_right_and_loads(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     names = [f"d{i}" for i in range(12)]
@@ -229,8 +268,8 @@ def test_impossible_fusions_are_named(tmp_path: Path) -> None:
     one = {"A": searchers()["A"]}
     with pytest.raises(ConfigError, match="two systems"):
         RankFusion(one)
-    with pytest.raises(ConfigError, match="two systems"):
-        ScoreFusion.train(one, [("q", "x")], out=tmp_path)
+    with pytest.raises(ConfigError, match="one system"):
+        ScoreFusion.train({}, [("q", "x")], out=tmp_path)
     with pytest.raises(ConfigError, match="one query"):
         ScoreFusion.train(searchers(), [], out=tmp_path)
     with pytest.raises(ConfigError, match="depth"):

@@ -333,7 +333,9 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("BEIR", "--systems bm25,dense,bm25", "--systems names bm25 2 times"),
         ("BEIR", "--seal.beam 0", "--seal.beam"),
         ("BEIR", "--split none --jobs 2", 'no split "none"'),
+        ("BEIR", "--systems fold:bm25", "'fold' is built on nothing"),
         ("NODEV", "--systems sum:bm25+dense", "needs held-out queries"),
+        ("NODEV", "--systems const:bm25", "needs held-out queries"),
         ("CUT", "", "corpus.jsonl.gz: the gzip file is cut off"),
         ("UNJUDGED", "", "no query of the split test has a relevant document"),
         ("SCHEMA", "", "corpus.jsonl, line 1"),
@@ -421,4 +423,7 @@ def test_calibration_gets_queries_of_a_generator_that_has_not_seen_what_is_withh
     assert told[1] == bench.pairs
     assert len(told) == 2
     assert bench.held_out(CalibrateConfig()) == []
-    assert ("held-out queries", 0) in needs(bench, "nci", 0)
+    assert bench.fold.generated == bench.held_out(config.calibrate)
+    assert len(told) == 2, "the fold's are the same ones"
+    assert ("fold:generated queries", 0) in needs(bench, "nci", 0)
+    assert ("fold:generated queries", 0) not in needs(bench, "nci[calibrate.share=0]", 0)

@@ -1,7 +1,8 @@
 """Several searchers in, one out: by ranks (reciprocal rank fusion) or by weighted scores. No torch.
 
 Knows nothing of what the searchers are. Weights are fitted on calibration queries that none of the searchers was trained
-on: a searcher that has seen them (BM25 over training queries, a trained encoder) would look perfect and take it all.
+on: a searcher that has seen them (BM25 over training queries, a trained encoder) would look perfect and take it all. So
+they are fitted with searchers made without these queries, and used with others that were made of everything.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +34,6 @@ class _Fusion(Baseline):
     """Searchers by name, each asked for its best `depth`."""
 
     def __init__(self, searchers: Mapping[str, Searcher], *, depth: int, name: str) -> None:
-        if len(searchers) < 2:
-            raise ConfigError(f"a fusion needs two systems or more, not {', '.join(searchers) or 'none'}")
         if depth < 1:
             raise ConfigError(f"the depth of a fusion is the number of hits each system gives, not {depth}")
         self.name = name
@@ -59,6 +59,8 @@ class RankFusion(_Fusion):
     """
 
     def __init__(self, searchers: Mapping[str, Searcher], *, depth: int = 100, name: str | None = None) -> None:
+        if len(searchers) < 2:
+            raise ConfigError(f"a fusion by ranks needs two systems or more, not {', '.join(searchers) or 'none'}")
         super().__init__(searchers, depth=depth, name=name or "rrf:" + "+".join(searchers))
 
     def _fused(self, hit_lists: Sequence[Sequence[Hit]], k: int) -> list[Hit]:
@@ -90,13 +92,13 @@ class FusionSettings:
 class ScoreFusion(_Fusion):
     """Weighted sum of scores, each query's scores of each system scaled to run from 0 (its last hit) to 1 (its first).
 
-    A document that a system did not find gets 0 from it.
+    A document that a system did not find gets 0 from it. Of one system alone only the constant of unseen documents matters.
 
     Args:
         searchers: Systems by name.
         settings: A weight for every system.
         seen: The documents with training queries; none means all.
-        name: What hits say they come from; "sum:A+B" if None.
+        name: What hits say they come from; "sum:A+B" if None, "const:A" of one system.
     """
 
     def __init__(
@@ -107,7 +109,8 @@ class ScoreFusion(_Fusion):
         seen: Collection[str] | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(searchers, depth=settings.depth, name=name or "sum:" + "+".join(searchers))
+        kind = "sum:" if len(searchers) > 1 else "const:"
+        super().__init__(searchers, depth=settings.depth, name=name or kind + "+".join(searchers))
         if settings.weights.keys() != searchers.keys():
             raise ConfigError(f"the fusion of {', '.join(searchers)} has weights for {', '.join(settings.weights)}")
         self.settings = settings
@@ -129,30 +132,30 @@ class ScoreFusion(_Fusion):
 
         Args:
             searchers: Systems by name.
-            pairs: Queries with the doc_ids they ask for, unknown to every system.
+            pairs: Queries with the doc_ids they ask for, unknown to every system; those of seen and of unseen documents
+                count the same, however many there are of each.
             out: Where the weights are kept.
             settings: Depth; its weights are not used.
-            seen: The documents with training queries; none means all.
+            seen: The documents with training queries that these systems know; none means all.
             name: What hits say they come from.
         """
         depth = (settings or FusionSettings()).depth
         relevant: dict[str, set[str]] = {}
         for query, doc_id in pairs:
             relevant.setdefault(query, set()).add(doc_id)
-        if len(searchers) < 2 or not pairs:
-            raise ConfigError("weights of a fusion are fitted on two systems or more, and on one query or more")
+        if not searchers or not pairs:
+            raise ConfigError("weights of a fusion are fitted on one system or more, and on one query or more")
         lists = ask(searchers, list(relevant), depth)
         examples = []
-        for i, wanted in enumerate(relevant.values()):
+        for i, gains in enumerate(_gains(list(relevant.values()), seen)):
             doc_ids, scores = _scaled([lists[each][i] for each in lists])
-            gain = np.array([(doc_id in wanted) / len(wanted) for doc_id in doc_ids])
+            gain = np.array([gains.get(doc_id, 0.0) for doc_id in doc_ids])
             examples.append((scores, _unseen(doc_ids, seen), gain))
         weights, constant, share = fit(examples)
         fitted = FusionSettings(depth, dict(zip(searchers, weights.tolist(), strict=True)), constant)
         shown = ", ".join(f"{each} {weight:.3f}" for each, weight in fitted.weights.items())
-        log.info(
-            "%-10s %s, unseen %+.3f: R@1 %.1f on %d queries", "weights", shown, constant, 100 * share, len(examples)
-        )
+        said = "%-10s %s, unseen %+.3f: R@1 %.1f on %d queries, seen and unseen documents counting the same"
+        log.info(said, "weights", shown, constant, 100 * share, len(examples))
         folder.begin(out)
         folder.finish(out, "fusion", fitted)
         return cls(searchers, settings=fitted, seen=seen, name=name)
@@ -201,8 +204,25 @@ def _scaled(hit_lists: Sequence[Sequence[Hit]]) -> tuple[list[str], npt.NDArray[
     return list(rows), scaled
 
 
+def _is_unseen(doc_id: str, seen: Collection[str] | None) -> bool:
+    return seen is not None and doc_id not in seen
+
+
 def _unseen(doc_ids: Sequence[str], seen: Collection[str] | None) -> npt.NDArray[np.bool_]:
-    return np.array([seen is not None and doc_id not in seen for doc_id in doc_ids], bool)
+    return np.array([_is_unseen(doc_id, seen) for doc_id in doc_ids], bool)
+
+
+def _gains(relevant: Sequence[Collection[str]], seen: Collection[str] | None) -> list[dict[str, float]]:
+    """What each relevant document of a query brings as its first hit: its share of them, weighted.
+
+    Seen and unseen documents bring the same in all; a query brings 1 on average.
+    """
+    totals: defaultdict[bool, float] = defaultdict(float)
+    for wanted in relevant:
+        for doc_id in wanted:
+            totals[_is_unseen(doc_id, seen)] += 1 / len(wanted)
+    weights = {unseen: len(relevant) / len(totals) / total for unseen, total in totals.items()}
+    return [{doc_id: weights[_is_unseen(doc_id, seen)] / len(wanted) for doc_id in wanted} for wanted in relevant]
 
 
 def fit(
@@ -215,7 +235,7 @@ def fit(
 
     Args:
         examples: Per query the scaled scores, (documents, systems), which documents are unseen, (documents,), and what each
-            would bring as the first hit, (documents,): its share of the relevant documents.
+            would bring as the first hit, (documents,): its share of the relevant documents, weighted or not.
     """
     usable = [example for example in examples if example[2].any()]
     if not usable:
@@ -243,7 +263,7 @@ def fit(
             for value in sorted(grid, key=lambda value: abs(value - numbers[place])):
                 tried = numbers.copy()
                 tried[place] = value
-                if tried[:systems].any() and (score := found(tried)) > best:
+                if tried[:systems].any() and (score := found(tried)) > best + 1e-9:  # a gain, no rounding
                     best, numbers, improved = score, tried, True
     total = numbers[:systems].sum()
     return numbers[:systems] / total, float(numbers[systems] / total), best
