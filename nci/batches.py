@@ -78,6 +78,7 @@ class PlanDataset(Dataset[dict[str, Any]]):
         words_only: Leave the scores to be added up on the device: give `words`, `word_counts` (rows,), `postings` and, where
             the plan has them, `own_lexical` (rows,) instead.
         states: Outputs of a frozen encoder, instead of word pieces.
+        multiple: Rows are filled up to a multiple of so many tokens, so that batches have few different shapes.
     """
 
     def __init__(
@@ -90,9 +91,10 @@ class PlanDataset(Dataset[dict[str, Any]]):
         lexical: LexicalScores | None = None,
         words_only: bool = False,
         states: EncoderStates | None = None,
+        multiple: int = 1,
     ) -> None:
         self.plan, self.leaf_of_document, self.pad, self.depths = plan, leaf_of_document, pad, depths
-        self.lexical, self.words_only, self.states = lexical, words_only, states
+        self.lexical, self.words_only, self.states, self.multiple = lexical, words_only, states, multiple
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -100,7 +102,7 @@ class PlanDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, item: int) -> dict[str, Any]:
         plan, pairs = self.plan, self.plan.rows(item)
         leaves = np.asarray(self.leaf_of_document)[plan.documents[pairs]]
-        places, mask = ragged(plan.starts, pairs)  # (rows, tokens)
+        places, mask = ragged(plan.starts, pairs, self.multiple)  # (rows, tokens)
         batch: dict[str, Any] = {
             "documents": torch.as_tensor(leaves).long(),
             "attention_mask": torch.as_tensor(mask).long(),
@@ -129,13 +131,17 @@ class PlanDataset(Dataset[dict[str, Any]]):
         return batch
 
 
-def ragged(starts: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def ragged(
+    starts: NDArray[np.int64], rows: NDArray[np.int64], multiple: int = 1
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Places of some rows of a flat array as a rectangle (rows, longest), and which of them are the rows' own.
+
+    It is as wide as the longest row, or the next multiple of `multiple`.
 
     >>> ragged(np.array([0, 2, 3]), np.array([1, 0]))[0].tolist()
     [[2, 2], [0, 1]]
     """
     lengths = starts[rows + 1] - starts[rows]
-    columns = np.arange(int(lengths.max(initial=0)))
+    columns = np.arange(-(-int(lengths.max(initial=0)) // multiple) * multiple)
     mask = columns < lengths[:, None]
     return np.minimum(starts[rows][:, None] + columns, max(0, int(starts[-1]) - 1)), mask

@@ -29,6 +29,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from nci.batches import EncoderStates, PlanDataset
 from nci.config import TrainConfig
+from nci.graphs import Recorder
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.pairs import BatchPlan
@@ -83,6 +84,7 @@ def train(
         lexical=lexical,
         words_only=on_gpu,
         states=states,
+        multiple=8 if on_gpu else 1,
     )
     trainer = PlanTrainer(
         model=model,
@@ -90,6 +92,7 @@ def train(
         train_dataset=dataset,
         rates=config,
         postings=Postings(lexical, device) if lexical is not None and on_gpu else None,
+        recorder=Recorder(device) if on_gpu and world == config.accumulation == 1 else None,
     )
     resume = last_checkpoint(out)
     if resume is not None:
@@ -130,6 +133,7 @@ def plan_arguments(
         remove_unused_columns=False,
         dataloader_num_workers=0,
         dataloader_pin_memory=device.startswith("cuda"),
+        accelerator_config={"non_blocking": device.startswith("cuda")},
         disable_tqdm=True,  # its own bar prints raw logs; Curve draws ours
         report_to=["tensorboard"] if tensorboard else [],
         ddp_find_unused_parameters=False,
@@ -162,11 +166,21 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
 
     Args:
         postings: Adds up the lexical scores of a batch on the device, where the items name words only.
+        recorder: Runs a step as one CUDA graph per shape: it has more than a thousand kernels, and each takes the host longer
+            to begin than a GPU to run. For one process that does not accumulate.
     """
 
-    def __init__(self, *args: Any, rates: TrainConfig, postings: Postings | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        rates: TrainConfig,
+        postings: Postings | None = None,
+        recorder: Recorder | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, data_collator=_only, **kwargs)
-        self.rates, self.postings = rates, postings
+        self.rates, self.postings, self.recorder = rates, postings, recorder
+        self.gradients: list[tuple[nn.Parameter, Tensor]] = []
         self.model_accepts_loss_kwargs = False  # each batch counts as one, whatever its number of pairs
         self.remove_callback(PrinterCallback)
 
@@ -180,6 +194,30 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
             own = batch.pop("own_lexical", None)
             batch["lexical"] = self.postings.add(words, counts, total, own=own, documents=batch["documents"])
         return batch
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *more: Any, **options: Any) -> Tensor:
+        """Forward and backward; with a recorder into gradients that stay where they are, as a recording must."""
+        if self.recorder is None:
+            return cast(Tensor, super().training_step(model, inputs, *more, **options))
+        model.train()
+        if not self.gradients:
+            self.gradients = [(each, torch.zeros_like(each)) for each in model.parameters() if each.requires_grad]
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient  # the Trainer takes it away after every step
+        batch = self._prepare_inputs(inputs)
+        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        fixed = {name: value for name, value in batch.items() if name not in tensors}
+
+        def step(*values: Tensor) -> tuple[Tensor]:
+            torch._foreach_zero_([gradient for _, gradient in self.gradients])
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, {**fixed, **dict(zip(tensors, values, strict=True))})
+            loss.backward()
+            return (loss.detach(),)
+
+        shapes = tuple((name, value.shape, value.dtype) for name, value in tensors.items())
+        (loss,) = self.recorder.run((shapes, *fixed.items()), step, *tensors.values())
+        return loss.clone()
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,6 +147,44 @@ def test_documents_without_a_query_are_no_negatives_of_real_queries(workshop: Wo
             chances = model(**rows).log_probs.exp()
         assert float(chances.sum() if not closed else chances[seen].sum()) == pytest.approx(1, abs=1e-4)
         assert (float(chances[seen].sum()) < 0.999) == (not closed)
+
+
+class Repeated:
+    """A recorder without a GPU: it runs what it is given, twice where a shape comes again, as recording one does."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[Hashable] = Counter()
+
+    def run(self, key: Hashable, function: Any, *inputs: torch.Tensor) -> Any:
+        self.seen[key] += 1
+        if self.seen[key] == 2:
+            state = torch.get_rng_state()
+            function(*inputs)
+            torch.set_rng_state(state)
+        return function(*inputs)
+
+
+def test_steps_that_can_be_recorded_train_the_same_weights(
+    ready: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, recorded, recorder = copy.deepcopy(ready), copy.deepcopy(ready), Repeated()
+    run(plain, tmp_path / "plain")
+    monkeypatch.setattr(train_module, "PlanTrainer", lambda **given: PlanTrainer(**{**given, "recorder": recorder}))
+    run(recorded, tmp_path / "recorded")
+    assert sum(recorder.seen.values()) == len(plain.plan)
+    assert max(recorder.seen.values()) > 1
+    for name, value in weights(plain.model).items():
+        assert torch.equal(value, recorded.model.state_dict()[name])
+
+
+def test_a_batch_filled_up_to_a_multiple_says_the_same(workshop: Workshop) -> None:
+    dataset, model = workshop.dataset(multiple=8), workshop.model.eval()
+    for number in range(3):
+        batch = dataset[number]
+        assert batch["input_ids"].shape[1] % 8 == 0
+        with torch.no_grad():
+            losses = [float(model(**each).loss) for each in (batch, workshop.batch(number))]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_scores_added_up_on_the_device_are_those_of_the_items(workshop: Workshop) -> None:

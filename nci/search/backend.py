@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from nci.errors import ConfigError
+from nci.graphs import Recorder
 from nci.model import NCIModel
 from nci.search.content import Content
 from nci.search.core import Nodes, find
 from nci.search.fold import EdgeTable
-from nci.search.graphs import Recorder
 from nci.search.linear import Precision
 from nci.search.network import Network
 from nci.search.ops import SearchTree, TorchOps

@@ -2,7 +2,7 @@
 
 A shape is run as it is when it comes for the first time (which also compiles its kernels), recorded when it comes again,
 and replayed from then on. What cannot be recorded, or does not fit into the memory, keeps running as it is.
-Knows nothing of searches. One thread at a time: a recording has one place for its inputs and one for its outputs.
+Knows nothing of searches or training. One thread at a time: a recording has one place for its inputs and one for its outputs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Recorder:
             try:
                 self.recordings[key] = self._record(function, inputs)
             except RuntimeError as error:  # out of memory is one, too
-                log.warning("a search of this shape is not recorded: %s", str(error).splitlines()[0])
+                log.warning("a shape is not recorded, and runs as it is: %s", str(error).splitlines()[0])
                 self.refused.add(key)
                 del self.recordings[key]
             # Outside the handler: the error holds the frames, and with them the tensors that filled the memory.
