@@ -12,7 +12,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -27,13 +26,13 @@ from tqdm import tqdm
 from nci.compare import Task, check_names, judged, ranked, ranking_file
 from nci.console import set_up_logging
 from nci.errors import NciError
+from nci.mps import end_with_parent, shared_gpu
 from nci.records import Query
 from nci.systems import SHARED, make, needs, seeds_of
 from nci.workbench import Workbench
 
 log = logging.getLogger("nci")
 
-PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent is gone
 DIED = "its process died; is there enough memory?"
 Files = Mapping[Path, tuple[str, list[Query]]]
 """Rankings to write, each with its split and queries."""
@@ -51,6 +50,15 @@ def rank_in_parallel(bench: Workbench, systems: Sequence[str], splits: Sequence[
         files = {ranking_file(bench, task, part[1], part[0], out): part for part in queries.items()}
         if missing := {file: part for file, part in files.items() if not file.with_suffix(".json").exists()}:
             work[task] = missing
+    with shared_gpu(jobs > 1 and bench.device != "cpu" and torch.cuda.is_available()):
+        failed = _all(bench, work, jobs)
+    if failed:
+        reasons = "; ".join(f"{_label(task)}: {reason}" for task, reason in failed.items())
+        raise NciError(f"{reasons} (what the other systems found is kept)")
+
+
+def _all(bench: Workbench, work: Mapping[Task, Files], jobs: int) -> dict[Task, str]:
+    """Everything, and what it needs: why each task that failed did so."""
     left = in_order(bench, work)
     finished: set[Task] = set()
     failed: dict[Task, str] = {}
@@ -63,9 +71,7 @@ def rank_in_parallel(bench: Workbench, systems: Sequence[str], splits: Sequence[
         finished |= {task for task, reason in ended.items() if reason is None}
         failed |= {task: reason for task, reason in ended.items() if reason is not None}
         left = [task for task in left if task not in ended] if died else []
-    if failed:
-        reasons = "; ".join(f"{_label(task)}: {reason}" for task, reason in failed.items())
-        raise NciError(f"{reasons} (what the other systems found is kept)")
+    return failed
 
 
 def in_order(bench: Workbench, wanted: Iterable[Task]) -> list[Task]:
@@ -141,10 +147,7 @@ def _run(bench: Workbench, tasks: Mapping[Task, Files], finished: set[Task], job
 
 def _begin(threads: int, level: int) -> None:
     """A new process: its share of the cores, no bars, which would overwrite each other; it ends with its parent."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     _check_parent()
     torch.set_num_threads(threads)
     os.environ["TQDM_DISABLE"] = "1"
