@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nci.config import LexicalConfig
-from nci.lexical import Analyser, LexicalScores
+from nci.lexical import BREAK, Analyser, LexicalScores
 from nci.pairs import SOURCES, Pair, first_of_each
 
 Appended = list[tuple[str, int]]
@@ -37,37 +37,39 @@ def expanded_scores(
     documents = analyser.words(contents)
     queries = analyser.words([text for text, _ in appended])
     for words, (_, document) in zip(queries, appended, strict=True):
-        documents[document] += words
-    lexical = LexicalScores.from_words(documents, analyser=analyser, k1=config.k1, b=config.b)
-    rows = [document for _, document in appended]
-    return lexical, left_out(documents, queries, rows, frequencies=lexical.document_frequencies(), config=config)
+        documents[document] += [BREAK, *words]
+    lexical = LexicalScores.from_words(documents, analyser=analyser, k1=config.k1, b=config.b, phrases=config.phrases)
+    return lexical, left_out(lexical, documents, queries, [document for _, document in appended], config)
 
 
 def left_out(
+    lexical: LexicalScores,
     documents: Sequence[list[str]],
     queries: Sequence[list[str]],
     rows: Sequence[int],
-    *,
-    frequencies: dict[str, int],
     config: LexicalConfig,
 ) -> NDArray[np.float32]:
     """(queries,) BM25 of each query for the document in its row, which has its words, had it not been appended there once.
 
-    The document is shorter by the query's words and has each of them less often. Document frequencies and the mean length
-    stay: they are those that the scores of all other documents were computed with.
+    The document is shorter by the query's terms (words and phrases) and has each of them less often. Document frequencies
+    and the mean length stay: they are those that the scores of all other documents were computed with.
     """
-    idf = {word: np.log1p((len(documents) - df + 0.5) / (df + 0.5)).item() for word, df in frequencies.items()}
-    mean = sum(map(len, documents)) / max(1, len(documents)) or 1.0
+    frequencies = lexical.document_frequencies()
+    idf = np.log1p((len(documents) - frequencies + 0.5) / (frequencies + 0.5))
+    idf[lexical.words :] *= config.phrases
+    weights = idf.tolist()
+    terms = [lexical.columns_of(words).tolist() for words in documents]
+    mean = sum(map(len, terms)) / max(1, len(terms)) or 1.0
     scores = np.zeros(len(queries), np.float32)
     for row, numbers in groupby(sorted(range(len(rows)), key=rows.__getitem__), key=rows.__getitem__):
-        held = Counter(documents[row])
+        held = Counter(terms[row])
         for number in numbers:
-            query = queries[number]
-            damping = config.k1 * (1 - config.b + config.b * (len(documents[row]) - len(query)) / mean)
+            query = lexical.columns_of(queries[number]).tolist()
+            damping = config.k1 * (1 - config.b + config.b * (len(terms[row]) - len(query)) / mean)
             scores[number] = sum(
-                times * idf[word] * left / (left + damping)
-                for word, times in Counter(query).items()
-                if (left := held[word] - times) > 0
+                times * weights[term] * left / (left + damping)
+                for term, times in Counter(query).items()
+                if (left := held[term] - times) > 0
             )
     return scores
 

@@ -1,7 +1,8 @@
 """Texts in, BM25 scores of every document for a query out; no torch, and at search time numpy and PyStemmer only.
 
 bm25s computes the weights once, when the scores are built. They are kept as one sparse column of documents per word, in
-plain arrays, so that a reader needs neither bm25s (which imports numba and jax where it finds them) nor pickle.
+plain arrays, so that a reader needs neither bm25s (which imports numba and jax where it finds them) nor pickle. Where
+asked for, phrases of two neighbouring words have columns of their own, behind those of the words.
 Knows nothing of doc_ids: documents are row numbers here, in the order of the texts.
 """
 
@@ -13,14 +14,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from nci.errors import ConfigError, IndexCorruptError, MissingPackageError
 
-FORMAT = 1
+FORMAT = 2
+BREAK = ""  # stands between words that are no neighbours
 _WORD = re.compile(r"(?u)\b\w\w+\b")
 # Lucene's list, which bm25s uses for English too: kept here so that an index reads the same whatever bm25s does later.
 # fmt: off
@@ -77,9 +79,9 @@ class Analyser:
 
 
 class LexicalScores:
-    """BM25 weights as a sparse (documents, words) matrix, stored by column.
+    """BM25 weights as a sparse (documents, words and phrases) matrix, stored by column.
 
-    Make one with `build` or `load`; the constructor takes the parts as they are.
+    Make one with `build`, `from_words` or `load`; the constructor takes the parts as they are, `pairs` as `_pairs` gives them.
     """
 
     def __init__(
@@ -91,13 +93,15 @@ class LexicalScores:
         indices: npt.NDArray[np.int32],
         indptr: npt.NDArray[np.int64],
         documents: int,
+        pairs: npt.NDArray[np.int64] | None = None,
     ) -> None:
         self.analyser = analyser
         self.documents = documents
         self._columns = {word: column for column, word in enumerate(vocabulary)}
+        self._pairs = np.zeros(0, np.int64) if pairs is None else pairs  # (phrases,) ascending
         self._data = data  # (postings,)
         self._indices = indices  # (postings,) rows, ascending and distinct within a column
-        self._indptr = indptr  # (words + 1,)
+        self._indptr = indptr  # (words + phrases + 1,)
 
     @classmethod
     def build(
@@ -114,12 +118,23 @@ class LexicalScores:
         return cls.from_words(analyser.words(texts), analyser=analyser, k1=k1, b=b)
 
     @classmethod
-    def from_words(cls, texts: Sequence[list[str]], *, analyser: Analyser, k1: float, b: float) -> LexicalScores:
-        """The same from texts that the analyser has read."""
+    def from_words(
+        cls, texts: Sequence[list[str]], *, analyser: Analyser, k1: float, b: float, phrases: float = 0.0
+    ) -> LexicalScores:
+        """The same from texts that the analyser has read; no phrase goes across a BREAK.
+
+        Args:
+            phrases: What a phrase counts, where a word counts 1; 0 leaves them out.
+        """
         if k1 < 0 or not 0 <= b <= 1:
             raise ConfigError(f"BM25 needs k1 >= 0 and b between 0 and 1, not k1={k1}, b={b}")
         columns: dict[str, int] = {}
-        ids = [[columns.setdefault(word, len(columns)) for word in words] for words in texts]
+        rows = [
+            np.array([columns.setdefault(word, len(columns)) if word else -1 for word in words], np.int64)
+            for words in texts
+        ]
+        keys = [_pairs(row, len(columns)) for row in rows] if phrases else []
+        pairs = np.unique(np.concatenate(keys)) if keys else np.zeros(0, np.int64)
         if not columns:  # bm25s divides by the mean length
             data, indices = np.zeros(0, np.float32), np.zeros(0, np.int32)
             indptr = np.zeros(1, np.int64)
@@ -130,20 +145,37 @@ class LexicalScores:
                 import bm25s  # type: ignore[import-untyped]
             except ImportError as error:
                 raise MissingPackageError("lexical scores need bm25s: pip install bm25s PyStemmer") from error
+            ids = [row[row >= 0].tolist() for row in rows]
+            for words, found in zip(ids, keys, strict=False):
+                words += (len(columns) + np.searchsorted(pairs, found)).tolist()
             model = bm25s.BM25(k1=k1, b=b, method="lucene")
-            model.index((ids, columns), create_empty_token=False, show_progress=False)
+            names = dict(enumerate(range(len(columns) + len(pairs))))  # bm25s counts them, and reads them nowhere
+            model.index((ids, names), create_empty_token=False, show_progress=False)
             data = model.scores["data"].astype(np.float32, copy=False)
             indices = model.scores["indices"].astype(np.int32, copy=False)
             indptr = model.scores["indptr"].astype(np.int64, copy=False)
+            data[indptr[len(columns)] :] *= phrases
         return cls(
-            analyser=analyser, vocabulary=list(columns), data=data, indices=indices, indptr=indptr, documents=len(texts)
+            analyser=analyser,
+            vocabulary=list(columns),
+            data=data,
+            indices=indices,
+            indptr=indptr,
+            documents=len(texts),
+            pairs=pairs,
         )
 
     def save(self, folder: Path | str) -> None:
         """Writes the parts into the folder; making them durable is the business of whoever publishes it."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, array in (("data", self._data), ("indices", self._indices), ("indptr", self._indptr)):
+        parts: dict[str, npt.NDArray[Any]] = {
+            "data": self._data,
+            "indices": self._indices,
+            "indptr": self._indptr,
+            "pairs": self._pairs,
+        }
+        for name, array in parts.items():
             np.save(folder / f"{name}.npy", array, allow_pickle=False)
         vocabulary = json.dumps(list(self._columns), ensure_ascii=False)
         (folder / "vocabulary.json").write_text(vocabulary, encoding="utf-8")
@@ -160,14 +192,16 @@ class LexicalScores:
             if settings["format"] != FORMAT:
                 raise ValueError(f"format {settings['format']} where {FORMAT} is read")
             # A plain view of the mapping: slicing np.memmap itself costs microseconds per word.
-            data, indices, indptr = (
+            data, indices, indptr, pairs = (
                 np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r" if mmap else None, allow_pickle=False))
-                for name in ("data", "indices", "indptr")
+                for name in ("data", "indices", "indptr", "pairs")
             )
             documents = int(settings["documents"])
-            whole = len(indptr) == len(vocabulary) + 1 and len(data) == len(indices) == indptr[-1]
+            whole = len(indptr) == len(vocabulary) + len(pairs) + 1 and len(data) == len(indices) == indptr[-1]
             inside = not len(indices) or 0 <= indices.min() <= indices.max() < documents
-            if not (whole and inside and indptr[0] == 0 and (np.diff(indptr) >= 0).all()):
+            if not (
+                whole and inside and indptr[0] == 0 and (np.diff(indptr) >= 0).all() and (np.diff(pairs) > 0).all()
+            ):
                 raise ValueError("its arrays do not fit together")
             analyser = Analyser(**settings["analyser"])
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -177,7 +211,13 @@ class LexicalScores:
                 f"{folder} holds no usable lexical scores ({error}); expected what LexicalScores.save wrote: rebuild"
             ) from error
         return cls(
-            analyser=analyser, vocabulary=vocabulary, data=data, indices=indices, indptr=indptr, documents=documents
+            analyser=analyser,
+            vocabulary=vocabulary,
+            data=data,
+            indices=indices,
+            indptr=indptr,
+            documents=documents,
+            pairs=pairs,
         )
 
     @property
@@ -185,17 +225,29 @@ class LexicalScores:
         """Weights, documents, and where the postings of each word begin."""
         return self._data, self._indices, self._indptr
 
-    def document_frequencies(self) -> dict[str, int]:
-        """How many documents hold each word."""
-        return dict(zip(self._columns, np.diff(self._indptr).tolist(), strict=True))
+    @property
+    def words(self) -> int:
+        """How many columns belong to words; those of phrases come behind."""
+        return len(self._columns)
+
+    def document_frequencies(self) -> npt.NDArray[np.int64]:
+        """(columns,) how many documents hold each word and phrase."""
+        return np.diff(self._indptr)
 
     def columns(self, queries: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-        """The known words of each query as numbers of columns; a word asked twice comes twice."""
+        """The known words of each query as numbers of columns, then its known phrases; what is asked twice comes twice."""
+        return [self.columns_of(words) for words in self.analyser.words(queries)]
+
+    def columns_of(self, words: Sequence[str]) -> npt.NDArray[np.int32]:
+        """The same of a text that the analyser has read; a word that is not known parts its neighbours."""
         known = self._columns
-        return [
-            np.array([known[word] for word in words if word in known], dtype=np.int32)
-            for words in self.analyser.words(queries)
-        ]
+        row = np.array([known.get(word, -1) for word in words], np.int64)
+        found = row[row >= 0]
+        if len(self._pairs):
+            keys = _pairs(row, len(known))
+            places = np.minimum(np.searchsorted(self._pairs, keys), len(self._pairs) - 1)
+            found = np.concatenate([found, len(known) + places[self._pairs[places] == keys]])
+        return found.astype(np.int32)
 
     def count_postings(self, words: npt.NDArray[np.integer]) -> int:
         """How many documents hold each of some words, added up."""
@@ -251,4 +303,15 @@ class LexicalScores:
             indices=rows[order].astype(np.int32),
             indptr=np.asarray(self._indptr),
             documents=self.documents,
+            pairs=self._pairs,
         )
+
+
+def _pairs(row: npt.NDArray[np.int64], words: int) -> npt.NDArray[np.int64]:
+    """Neighbours as one number each, in order, given the columns of a text's words, -1 where there is none.
+
+    >>> _pairs(np.array([2, 0, -1, 1, 1]), 10).tolist()
+    [20, 11]
+    """
+    first, second = row[:-1], row[1:]
+    return (first * words + second)[(first >= 0) & (second >= 0)]

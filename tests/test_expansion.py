@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from tiny import make_documents, make_queries, tiny_config
 
 from nci.config import LexicalConfig
+from nci.errors import IndexCorruptError
 from nci.expansion import Appended, OwnScores, appended_queries, expanded_scores
 from nci.index import Index
 from nci.lexical import Analyser, LexicalScores
@@ -33,22 +35,34 @@ def collections(draw: st.DrawFn) -> tuple[list[str], Appended]:
     return contents, draw(st.lists(st.tuples(texts, rows), max_size=8))
 
 
+SEPARATOR = "\x1f"  # no word has it, and no phrase goes across it
+
+
 def joined(contents: list[str], appended: Appended) -> list[str]:
-    return ["\n".join([text, *(query for query, of in appended if of == row)]) for row, text in enumerate(contents)]
+    return [
+        SEPARATOR.join([text, *(query for query, of in appended if of == row)]) for row, text in enumerate(contents)
+    ]
+
+
+def terms(text: str) -> list[str | tuple[str, str]]:
+    """Words, and pairs of neighbours."""
+    parts = Analyser().words(text.split(SEPARATOR))
+    return [*chain(*parts), *(pair for words in parts for pair in pairwise(words))]
 
 
 def naive(texts: list[str], query: str, row: int, config: LexicalConfig, *, without: bool) -> float:
     """Lucene's BM25 of one query for one document, which may lack the query's own words once."""
-    documents, (words,) = Analyser().words(texts), Analyser().words([query])
+    documents, asked = [terms(text) for text in texts], terms(query)
     mean = np.mean([len(document) for document in documents])
-    length = len(documents[row]) - without * len(words)
+    length = len(documents[row]) - without * len(asked)
     score = 0.0
-    for word in words:
-        df = sum(word in document for document in documents)
-        tf = documents[row].count(word) - without * words.count(word)
+    for term in asked:
+        df = sum(term in document for document in documents)
+        tf = documents[row].count(term) - without * asked.count(term)
         if tf:
+            weight = config.phrases if isinstance(term, tuple) else 1.0
             idf = math.log(1 + (len(texts) - df + 0.5) / (df + 0.5))
-            score += idf * tf / (tf + config.k1 * (1 - config.b + config.b * length / mean))
+            score += weight * idf * tf / (tf + config.k1 * (1 - config.b + config.b * length / mean))
     return score
 
 
@@ -57,12 +71,13 @@ def naive(texts: list[str], query: str, row: int, config: LexicalConfig, *, with
     made=collections(),
     k1=st.sampled_from([0.0, 0.9, 2.0]),
     b=st.sampled_from([0.0, 0.4, 1.0]),
+    phrases=st.sampled_from([0.3, 2.0]),
 )
 def test_scores_with_and_without_the_query_follow_the_formula(
-    made: tuple[list[str], Appended], k1: float, b: float
+    made: tuple[list[str], Appended], k1: float, b: float, phrases: float
 ) -> None:
     contents, appended = made
-    config = LexicalConfig(k1=k1, b=b)
+    config = LexicalConfig(k1=k1, b=b, phrases=phrases)
     lexical, own = expanded_scores(contents, appended, config)
     whole = joined(contents, appended)
     assert own.shape == (len(appended),)
@@ -79,10 +94,36 @@ def test_scores_with_and_without_the_query_follow_the_formula(
 @given(made=collections())
 def test_documents_are_read_with_their_queries_on_lines_of_their_own(made: tuple[list[str], Appended]) -> None:
     contents, appended = made
-    lexical, _ = expanded_scores(contents, appended, LexicalConfig(k1=1.2, b=0.7))
+    lexical, _ = expanded_scores(contents, appended, LexicalConfig(k1=1.2, b=0.7, phrases=0))
     wanted = LexicalScores.build(joined(contents, appended), k1=1.2, b=0.7)
-    assert lexical.document_frequencies() == wanted.document_frequencies()
+    assert lexical.document_frequencies().tolist() == wanted.document_frequencies().tolist()
     assert all((one == two).all() for one, two in zip(lexical.postings, wanted.postings, strict=True))
+
+
+def test_a_phrase_counts_where_its_words_are_neighbours_in_order_and_in_one_text() -> None:
+    contents = ["red cats run", "cats red run", "cats the red dogs", "red green cats run", "red", "unknown"]
+    lexical, _ = expanded_scores(contents, [("cats run", 4)], LexicalConfig(phrases=1.0, b=0.0))
+    words, _ = expanded_scores(contents, [("cats run", 4)], LexicalConfig(phrases=0.0, b=0.0))
+    more = lexical.scores(["red cats", "red unheard cats", "cats"]) - words.scores(
+        ["red cats", "red unheard cats", "cats"]
+    )
+    assert (more[0] > 0).tolist() == [True, False, False, False, False, False]
+    assert not more[1:].any(), "a word that nobody knows parts its neighbours, and a word alone is no phrase"
+    assert lexical.scores(["cats red"])[0, 2] > words.scores(["cats red"])[0, 2], "stop words are not read"
+
+
+def test_phrases_survive_storing_and_renumbering(tmp_path: Path) -> None:
+    contents = ["red cats run", "blue cats", "red dogs run red cats"]
+    lexical, _ = expanded_scores(contents, [], LexicalConfig(phrases=0.3))
+    lexical.save(tmp_path)
+    loaded = LexicalScores.load(tmp_path)
+    wanted = lexical.scores(["red cats run"])
+    assert (loaded.scores(["red cats run"]) == wanted).all()
+    turned = loaded.renumbered(np.array([2, 0, 1]))
+    assert (turned.scores(["red cats run"])[:, [2, 0, 1]] == wanted).all()
+    np.save(tmp_path / "pairs.npy", np.load(tmp_path / "pairs.npy")[::-1].copy())
+    with pytest.raises(IndexCorruptError, match="do not fit"):
+        LexicalScores.load(tmp_path)
 
 
 def test_a_query_that_is_appended_twice_is_left_out_once() -> None:
@@ -169,13 +210,14 @@ def test_search_reads_all_queries(finished: Path) -> None:
 
 
 def test_without_queries_the_scores_are_those_of_the_documents(encoder: Path, beir: Path, tmp_path: Path) -> None:
-    config = tiny_config(encoder, lexical={"training": False, "generated": 0}, pairs={"generated": 1.0})
+    lexical = {"training": False, "generated": 0, "phrases": 0.0}
+    config = tiny_config(encoder, lexical=lexical, pairs={"generated": 1.0})
     build(beir, tmp_path, config, generated=[("apple", "d1")])
-    lexical, plan = written(tmp_path)
+    found, plan = written(tmp_path)
     wanted = LexicalScores.build([document.content for document in make_documents()])
     assert plan.own_lexical is None
-    assert lexical.document_frequencies() == wanted.document_frequencies()
-    assert all((one == two).all() for one, two in zip(lexical.postings, wanted.postings, strict=True))
+    assert found.document_frequencies().tolist() == wanted.document_frequencies().tolist()
+    assert all((one == two).all() for one, two in zip(found.postings, wanted.postings, strict=True))
 
 
 def test_other_lexical_settings_redo_the_scores_and_the_plan_only(
