@@ -393,7 +393,7 @@ ASK_FOR_GENERATED = NEED_GENERATED | {"nci-noqg"}  # without them, nci-noqg woul
 TAKE_GENERATED = NEED_GENERATED | (INDEXES.keys() - {"nci-noqg", "dsi", "dsi-atomic"}) | {"nci-ensemble"}
 TABLE = (
     *("bm25", "bm25-okapi", "bm25+trainq", "bm25+qg", "dense", "dense-hnsw", "knn", "dpr", "ance", "seal", "dsi"),
-    *("rrf:bm25+trainq+ance", "sum:bm25+trainq+ance", "rerank:bm25+trainq"),
+    *("const:bm25+trainq", "const:ance", "rrf:bm25+trainq+ance", "sum:bm25+trainq+ance", "rerank:bm25+trainq"),
     *("nci", "nci-zeroed", "nci-noqg", "nci-pure", "nci-ensemble"),
 )
 PACKAGES = {"dense-hnsw": "faiss", "seal": "pydivsufsort"}

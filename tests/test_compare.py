@@ -259,7 +259,7 @@ def test_the_table_leaves_out_what_needs_a_missing_package(
     workbench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, absent = table_names()
-    assert (len(names), absent) == (19, [])
+    assert (len(names), absent) == (21, [])
     bench = replace(workbench, generated_from=Recipe())
     for name in names:
         check(bench, name)
