@@ -79,6 +79,10 @@ class Assembly:
         """(documents,) in leaf order: which are among these rows of the corpus."""
         return np.isin(self.order, np.asarray(rows, dtype=np.int64))
 
+    def counts(self, rows: Sequence[int]) -> NDArray[np.int64]:
+        """(documents,) in leaf order: how often each is among these rows of the corpus."""
+        return np.bincount(np.asarray(rows, dtype=np.int64), minlength=len(self.order))[self.order]
+
     def engine(self, model: NCIModel) -> Engine:
         """Search with the weights as they are now."""
         return Engine.for_model(

@@ -1,9 +1,9 @@
 """Trained model + queries it has not seen -> the weights of the parts of its score.
 
 Training sees queries of some documents only, and weighs the parts as suits those. Here the queries of a tenth of the
-documents are withheld from a first build; afterwards four numbers are fitted on them and on `dev`, documents with and
+documents are withheld from a first build; afterwards five numbers are fitted on them and on `dev`, documents with and
 without training queries counting the same: the weights of dense and lexical similarity, a constant for documents without
-any query, and a factor on what the decoder says. Knows no stages and no files.
+any query, what often asked ones are ahead of the others, and a factor on what the decoder says. Knows no stages and no files.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Calibration:
         lexical: Weight of the lexical score.
         unseen: Added to the content score of documents without any training query.
         residual: Factor on the decoder's part of every logit.
+        popular: Times log(1 + its training queries), added to the content score of every other document.
         found: R@1 of seen and unseen documents, before and after, and how many queries there were.
     """
 
@@ -49,6 +50,7 @@ class Calibration:
     lexical: float
     unseen: float
     residual: float
+    popular: float
     found: dict[str, Any] = field(default_factory=dict)
 
     @torch.no_grad()
@@ -60,9 +62,9 @@ class Calibration:
         if model.head.bias is not None:
             model.head.bias.mul_(self.residual)
 
-    def bias(self, seen: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """(documents,) what is added to the content score of each."""
-        return np.where(seen, 0.0, self.unseen).astype(np.float32)
+    def bias(self, counts: NDArray[np.integer]) -> NDArray[np.float32]:
+        """(documents,) what is added to the content score of each, given how many training queries it has."""
+        return np.where(counts > 0, self.popular * np.log1p(counts), self.unseen).astype(np.float32)
 
 
 def withheld(doc_ids: Iterable[str], config: CalibrateConfig) -> set[str]:
@@ -83,16 +85,22 @@ class Evidence:
     lexical: Tensor | None  # (queries, documents) as a share of the highest
     residual: Tensor  # (queries, nodes) what the decoder says of the edge into each node
     targets: Tensor  # (queries,) leaves
-    unseen: Tensor  # (documents,) 1 where a document has no training query
+    counts: Tensor  # (documents,) training queries of each, as floats
+
+    @property
+    def unseen(self) -> Tensor:
+        """(documents,) 1 where a document has no training query."""
+        return (self.counts == 0).float()
 
     def scores(self, weights: Tensor) -> Tensor:
-        """Content scores (queries, documents); `weights` are log kappa, log lexical, the constant, the factor."""
-        total = weights[0].exp() * self.dense + weights[2] * self.unseen
+        """Content scores (queries, documents); `weights`: log kappa, log lexical, constant, factor, lead of the popular."""
+        prior = weights[2] * self.unseen + weights[4] * self.counts.log1p()
+        total = weights[0].exp() * self.dense + prior
         return total if self.lexical is None else total + weights[1].exp() * self.lexical
 
 
 @torch.no_grad()
-def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], seen: NDArray[np.bool_]) -> Evidence:
+def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], counts: NDArray[np.integer]) -> Evidence:
     """Read some queries with a trained model, a few at a time; what is found stays on the model's device."""
     model, trie = engine.reference, engine.trie
     assert model.tables.vectors is not None
@@ -113,7 +121,7 @@ def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], s
         torch.cat(lexical) if lexical else None,
         torch.cat(residual),
         torch.as_tensor(targets, device=model.device).long(),
-        torch.as_tensor(~seen, device=model.device).float(),
+        torch.as_tensor(counts, device=model.device).float(),
     )
 
 
@@ -184,22 +192,22 @@ class Paths:
         return torch.where(path >= 0, log_probs.gather(1, path.clamp(min=0)), 0.0).sum(1)
 
 
-def fit(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], seen: NDArray[np.bool_]) -> Calibration:
+def fit(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], counts: NDArray[np.integer]) -> Calibration:
     """The weights under which the queries' own documents are likeliest, seen and unseen documents counting the same.
 
     Args:
         engine: Searches with the trained model.
         targets: The leaf that each text should find.
-        seen: (documents,) in leaf order, which have training queries in this build.
+        counts: (documents,) in leaf order, how many training queries each has in this build.
     """
     chosen = np.random.default_rng(0).permutation(len(texts))[: max(1, min(_MOST, _HELD // engine.trie.nodes))]
-    evidence = gather(engine, [texts[i] for i in chosen], np.asarray(targets)[chosen], seen)
+    evidence = gather(engine, [texts[i] for i in chosen], np.asarray(targets)[chosen], counts)
     device = evidence.dense.device
     paths = Paths(engine.trie, device)
     new = evidence.unseen[evidence.targets] > 0  # (queries,)
     share = torch.where(new, 0.5 / new.sum().clamp(min=1), 0.5 / (~new).sum().clamp(min=1))
     assert engine.model.anchor_weights is not None
-    start = torch.cat([engine.model.anchor_weights.detach().float().cpu(), torch.tensor([0.0, 1.0])]).to(device)
+    start = torch.cat([engine.model.anchor_weights.detach().float().cpu(), torch.tensor([0.0, 1.0, 0.0])]).to(device)
     weights = start.clone().requires_grad_(True)
     optimiser = torch.optim.LBFGS([weights], max_iter=60, line_search_fn="strong_wolfe")
 
@@ -219,8 +227,8 @@ def fit(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], seen
     for name, value in (("before", start), ("after", fitted)):
         first = paths.documents(paths.log_probs(evidence, value)).argmax(1) == evidence.targets
         found[name] = {"seen": _share(first[~new]), "unseen": _share(first[new])}
-    kappa, lexical, unseen, residual = (float(x) for x in [*fitted[:2].exp(), *fitted[2:]])
-    return Calibration(kappa, lexical, unseen, residual, found)
+    kappa, lexical, unseen, residual, popular = (float(x) for x in [*fitted[:2].exp(), *fitted[2:]])
+    return Calibration(kappa, lexical, unseen, residual, popular, found)
 
 
 def _share(found: Tensor) -> float:

@@ -125,7 +125,7 @@ def _build(
         report["pairs"] = made.pairs
     _keep_curve(made.folder, out / "reports")
     if calibration is not None:
-        assembly = replace(assembly, bias=calibration.bias(assembly.seen(data.seen_rows)))
+        assembly = replace(assembly, bias=calibration.bias(assembly.counts([row for _, row in data.real])))
         calibration.apply(model)
         report["calibration"] = asdict(calibration)
     if config.model.query_vector == "auto" and data.dev:
@@ -164,8 +164,9 @@ def _calibrate(
         if int(os.environ.get("RANK", "0")) == 0:
             asked = [(query.text, rows[0]) for query, rows in data.all_dev] + held
             leaves = made.assembly.leaf_of_row[[row for _, row in asked]]
+            counts = made.assembly.counts([row for _, row in fold.real])
             engine = made.assembly.engine(made.model)
-            found = fit(engine, [text for text, _ in asked], leaves, made.assembly.seen(fold.seen_rows))
+            found = fit(engine, [text for text, _ in asked], leaves, counts)
             file.parent.mkdir(exist_ok=True)
             staged = file.with_suffix(".tmp")
             staged.write_text(json.dumps(asdict(found)), encoding="utf-8")
