@@ -274,7 +274,7 @@ def querygen(argv: Sequence[str]) -> ArgumentParser:
     parser = _parser(
         "Write queries for documents. With the training queries of the data a generator is trained here, from the encoder; "
         "--generator names another one (a docT5query model by folder or Hub name). Every document has its own seed, so that "
-        "a rerun writes the same. Queries that do not find their own document are dropped, unless --filter none."
+        "a rerun writes the same. --filter drops queries that do not find their own document again."
     )
     parser.add_argument("data", metavar="DATA", help="A BEIR folder; any corpus, where nothing is to be trained.")
     parser.add_argument("-o", "--out", metavar="DIR", required=True, help="Folder for queries.jsonl and the generator.")
@@ -293,8 +293,8 @@ def querygen(argv: Sequence[str]) -> ArgumentParser:
     parser.add_argument("--epochs", type=float | None, default=None, help="Passes over the training queries.")
     parser.add_argument(
         "--filter",
-        default="any",
-        help="Keep a query when dense or lexical search finds its document (any), when both do (all), or always (none).",
+        default="none",
+        help="Keep every query (none), or one when dense or lexical search finds its document (any), or both do (all).",
     )
     parser.add_argument("--device", default=None, help="cpu or cuda; a GPU is used where there is one.")
     parser.add_argument("--per-document", type=int, default=15, help="Queries per document.")

@@ -75,7 +75,8 @@ class Recipe:
         generator: A trained one by folder or Hub name; none trains one where there are training pairs.
         fine_tune: A Hugging Face model by folder or Hub name, to be trained further on the pairs.
         epochs: Passes over the pairs; none takes what the kind of generator usually needs.
-        keep: Queries whose document dense or lexical search finds (any), both find (all), or every one (none).
+        keep: Every query (none), those whose document dense or lexical search finds (any), or both (all). A query that
+            does not find its document often has the words that the document lacks: BM25 is better with all of them.
     """
 
     settings: QueryGenConfig = field(default_factory=QueryGenConfig)
@@ -83,7 +84,7 @@ class Recipe:
     generator: str | None = None
     fine_tune: str | None = None
     epochs: float | None = None
-    keep: Literal["any", "all", "none"] = "any"
+    keep: Literal["any", "all", "none"] = "none"
 
     def __post_init__(self) -> None:
         if self.keep not in ("any", "all", "none"):
