@@ -95,6 +95,7 @@ class PlanDataset(Dataset[dict[str, Any]]):
     ) -> None:
         self.plan, self.leaf_of_document, self.pad, self.depths = plan, leaf_of_document, pad, depths
         self.lexical, self.words_only, self.states, self.multiple = lexical, words_only, states, multiple
+        self.longest = int(plan.lengths.max())  # no encoder reads more than its limit
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -102,7 +103,7 @@ class PlanDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, item: int) -> dict[str, Any]:
         plan, pairs = self.plan, self.plan.rows(item)
         leaves = np.asarray(self.leaf_of_document)[plan.documents[pairs]]
-        places, mask = ragged(plan.starts, pairs, self.multiple)  # (rows, tokens)
+        places, mask = ragged(plan.starts, pairs, self.multiple, self.longest)  # (rows, tokens)
         batch: dict[str, Any] = {
             "documents": torch.as_tensor(leaves).long(),
             "attention_mask": torch.as_tensor(mask).long(),
@@ -132,16 +133,17 @@ class PlanDataset(Dataset[dict[str, Any]]):
 
 
 def ragged(
-    starts: NDArray[np.int64], rows: NDArray[np.int64], multiple: int = 1
+    starts: NDArray[np.int64], rows: NDArray[np.int64], multiple: int = 1, most: int | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Places of some rows of a flat array as a rectangle (rows, longest), and which of them are the rows' own.
 
-    It is as wide as the longest row, or the next multiple of `multiple`.
+    It is as wide as the longest row, or the next multiple of `multiple`, but not more than `most`.
 
     >>> ragged(np.array([0, 2, 3]), np.array([1, 0]))[0].tolist()
     [[2, 2], [0, 1]]
     """
     lengths = starts[rows + 1] - starts[rows]
-    columns = np.arange(-(-int(lengths.max(initial=0)) // multiple) * multiple)
+    width = -(-int(lengths.max(initial=0)) // multiple) * multiple
+    columns = np.arange(width if most is None else min(width, most))
     mask = columns < lengths[:, None]
     return np.minimum(starts[rows][:, None] + columns, max(0, int(starts[-1]) - 1)), mask

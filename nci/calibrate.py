@@ -50,7 +50,7 @@ class Calibration:
     lexical: float
     unseen: float
     residual: float
-    popular: float
+    popular: float = 0.0
     found: dict[str, Any] = field(default_factory=dict)
 
     @torch.no_grad()

@@ -54,18 +54,20 @@ def left_out(
     The document is shorter by the query's terms (words and phrases) and has each of them less often. Document frequencies
     and the mean length stay: they are those that the scores of all other documents were computed with.
     """
+    scores = np.zeros(len(queries), np.float32)
+    if not len(scores):
+        return scores
     frequencies = lexical.document_frequencies()
     idf = np.log1p((len(documents) - frequencies + 0.5) / (frequencies + 0.5))
     idf[lexical.words :] *= config.phrases
     weights = idf.tolist()
-    terms = [lexical.columns_of(words).tolist() for words in documents]
-    mean = sum(map(len, terms)) / max(1, len(terms)) or 1.0
-    scores = np.zeros(len(queries), np.float32)
+    lengths = [len(lexical.columns_of(words)) for words in documents]
+    mean = sum(lengths) / max(1, len(lengths)) or 1.0
     for row, numbers in groupby(sorted(range(len(rows)), key=rows.__getitem__), key=rows.__getitem__):
-        held = Counter(terms[row])
+        held = Counter(lexical.columns_of(documents[row]).tolist())
         for number in numbers:
             query = lexical.columns_of(queries[number]).tolist()
-            damping = config.k1 * (1 - config.b + config.b * (len(terms[row]) - len(query)) / mean)
+            damping = config.k1 * (1 - config.b + config.b * (lengths[row] - len(query)) / mean)
             scores[number] = sum(
                 times * weights[term] * left / (left + damping)
                 for term, times in Counter(query).items()

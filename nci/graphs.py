@@ -39,6 +39,7 @@ class Recorder:
         self.device, self.most = torch.device(device), most
         self.recordings: OrderedDict[Hashable, _Recording | None] = OrderedDict()  # none: seen once
         self.refused: set[Hashable] = set()
+        self.places: dict[Hashable, Tensor] = {}  # where recordings read their inputs: equal ones share a place
         self.pool = torch.cuda.graph_pool_handle()
 
     def run(self, key: Hashable, function: Function, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -61,9 +62,11 @@ class Recorder:
             self._forget()
             return None
         if self.recordings[key] is None:
+            stream = torch.cuda.current_stream()
             try:
                 self.recordings[key] = self._record(function, inputs)
             except RuntimeError as error:  # out of memory is one, too
+                torch.cuda.set_stream(stream)  # a recording that breaks off may leave its own
                 log.warning("a shape is not recorded, and runs as it is: %s", str(error).splitlines()[0])
                 self.refused.add(key)
                 del self.recordings[key]
@@ -81,13 +84,19 @@ class Recorder:
     def _moved(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(given.to(self.device, non_blocking=True) for given in inputs)
 
+    def _place(self, number: int, given: Tensor) -> Tensor:
+        place = self.places.setdefault((number, given.shape, given.dtype), torch.empty_like(given))
+        return place.copy_(given)
+
     def _record(self, function: Function, inputs: tuple[Tensor, ...]) -> _Recording:
-        kept = tuple(given.clone() for given in self._moved(inputs))
+        kept = tuple(self._place(number, given) for number, given in enumerate(self._moved(inputs)))
+        random = torch.cuda.get_rng_state(self.device)
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # libraries set themselves up at their first call, which cannot be recorded
             function(*kept)
         torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.set_rng_state(random, self.device)  # as if nothing had run yet
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
         gc.disable()  # a collection may free device memory, which must not happen while recording

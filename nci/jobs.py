@@ -50,7 +50,7 @@ def rank_in_parallel(bench: Workbench, systems: Sequence[str], splits: Sequence[
         files = {ranking_file(bench, task, part[1], part[0], out): part for part in queries.items()}
         if missing := {file: part for file, part in files.items() if not file.with_suffix(".json").exists()}:
             work[task] = missing
-    with shared_gpu(jobs > 1 and bench.device != "cpu" and torch.cuda.is_available()):
+    with shared_gpu(bool(work) and jobs > 1 and bench.device != "cpu" and torch.cuda.is_available()):
         failed = _all(bench, work, jobs)
     if failed:
         reasons = "; ".join(f"{_label(task)}: {reason}" for task, reason in failed.items())

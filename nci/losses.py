@@ -30,7 +30,6 @@ def consistency_loss(z: Tensor, documents: Tensor, real: Tensor, tau: float = 1.
     index = torch.arange(2 * rows, device=z.device)
     partner = (index + rows) % (2 * rows)
     excluded = twice[:, None] == twice[None, :]
-    excluded[index, partner] = False
     with torch.autocast(z.device.type, enabled=False):  # it would take the product back to bf16
         similarity = torch.einsum("apd,bpd->pab", z.float(), z.float()) / tau  # (positions, 2 rows, 2 rows)
     hidden = excluded[None] | ~in_use.T[:, None, :]

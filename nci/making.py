@@ -49,10 +49,12 @@ class Stages:
     Args:
         shared: Several indexes are made of it, maybe at once: a stage is made by one of them while the others wait for it,
             and stays when another key takes its name.
+        training: Where checkpoints are kept, which only their own build may touch; none keeps them with the rest.
     """
 
     folder: Path
     shared: bool = False
+    training: Path | None = None
 
     def run(self, name: str, key: str, work: Callable[[Path], str | None]) -> Path:
         """The folder of a finished stage; `work` fills it when it is not there yet."""
@@ -171,7 +173,7 @@ class Making:
             assembly = replace(assembly, lexical=lexical.renumbered(assembly.leaf_of_row))
         model = assembly.model(seen_rows=data.seen_rows if config.train.spare_unseen else None, device=device)
         # Another number of processes reads the plan in another order: it starts its own training.
-        out = stages.folder / f"train-{self.key(data)}-{os.environ.get('WORLD_SIZE', '1')}"
+        out = (stages.training or stages.folder) / f"train-{self.key(data)}-{os.environ.get('WORLD_SIZE', '1')}"
         counts: dict[str, int] = {}
         if has_pairs(data, config):
             input_key = content_key(self.embed_key(data), self.query_key)

@@ -183,7 +183,7 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
     def columns_of(self, level: int) -> Tensor:
         """Tokens in the softmax at a level, for the normalisers that know no children."""
         device, config = self.embedding.weight.device, self.config
-        end = torch.tensor([config.end_token], device=device)
+        end = torch.full((1,), config.end_token, device=device)
         if config.normalise == "vocabulary":
             return torch.arange(config.end_token + 1, device=device)
         if level >= config.positions:

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,12 +21,15 @@ CONTROL = "nvidia-cuda-mps-control"
 USUAL = Path("/tmp/nvidia-mps")  # where a service that somebody else began is found by itself
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent is gone
 _PATIENCE = 5.0  # seconds
+_prctl = getattr(
+    ctypes.CDLL(None), "prctl", None
+)  # only Linux has it; found here, since a forked process must not look
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
     """To be called in a new process: it gets this signal when the one that began it is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
+    if _prctl is not None:
+        _prctl(PR_SET_PDEATHSIG, int(number))
 
 
 @contextlib.contextmanager
@@ -44,10 +46,12 @@ def shared_gpu(wanted: bool) -> Iterator[bool]:
             Path(name).mkdir()
         service = subprocess.Popen(
             [control, "-f"],
-            env=os.environ | names,
+            # Its clients number GPUs as it does: chosen here and there, they would be chosen twice.
+            env={name: value for name, value in (os.environ | names).items() if name != "CUDA_VISIBLE_DEVICES"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for its clients
             preexec_fn=lambda: end_with_parent(signal.SIGTERM),
         )
         stack.callback(_end, service, control, os.environ | names)

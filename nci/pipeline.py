@@ -71,7 +71,7 @@ def build(
         raise ConfigError(f"-o {out}: no folder can be made there: {error.strerror}") from error
     first = int(os.environ.get("RANK", "0")) == 0  # under torchrun one process writes, all train
     with store.writer_lock(out) if first else nullcontext():
-        stages = Stages(out / "build") if shared is None else Stages(shared, shared=True)
+        stages = Stages(out / "build") if shared is None else Stages(Path(shared), shared=True, training=out / "build")
         live = _build(
             source,
             out,
@@ -133,8 +133,7 @@ def _build(
     if data.dev:
         report["dev"] = assembly.search_dev(model, data.dev)
     generation = _publish(out, documents, made.tree, assembly, model, report)
-    done = [made.folder] if stages.shared else [*stages.folder.glob("train-*"), stages.folder / "calibrate"]
-    for folder in done:
+    for folder in [*(out / "build").glob("train-*"), out / "build" / "calibrate"]:
         shutil.rmtree(folder, ignore_errors=True)
     store.collect_garbage(out)
     return generation
@@ -171,8 +170,6 @@ def _calibrate(
             staged = file.with_suffix(".tmp")
             staged.write_text(json.dumps(asdict(found)), encoding="utf-8")
             staged.replace(file)
-            if stages.shared:
-                shutil.rmtree(made.folder, ignore_errors=True)
     while not file.exists():  # under torchrun the first process fits
         time.sleep(0.2)
     calibration = Calibration(**json.loads(file.read_text(encoding="utf-8")))
@@ -207,14 +204,15 @@ def _documents_stage(source: Source, out: Path, stages: Stages, config: Config) 
         with (folder / "documents.jsonl").open("rb") as stream:
             offsets = np.cumsum([0, *map(len, stream)], dtype=np.int64)
         np.save(folder / "offsets.npy", offsets)
-        if rejects.exists():
-            reports = out / "reports"
-            reports.mkdir(exist_ok=True)
-            shutil.copy(rejects, reports / "rejects.jsonl")
-            log.warning("bad lines were skipped: see %s", reports / "rejects.jsonl")
         return f"{len(ids):,} documents"
 
-    return DocumentFile(stages.run("documents", key, work)), key
+    folder = stages.run("documents", key, work)
+    if (folder / "rejects.jsonl").exists() and int(os.environ.get("RANK", "0")) == 0:
+        reports = out / "reports"
+        reports.mkdir(exist_ok=True)
+        shutil.copy(folder / "rejects.jsonl", reports / "rejects.jsonl")
+        log.warning("bad lines were skipped: see %s", reports / "rejects.jsonl")
+    return DocumentFile(folder), key
 
 
 def _live(out: Path, build_key: str) -> Path | None:

@@ -1,6 +1,6 @@
-"""Documents and training pairs -> filtered queries in a folder: the steps of `nci querygen`, in order.
+"""Documents and training pairs -> queries in a folder: the steps of `nci querygen`, in order.
 
-Train or fine-tune a generator where that is asked for, let it write, keep what finds its own document. Each step takes up
+Train or fine-tune a generator where that is asked for, let it write, drop what does not find its own document where that is asked for, too. Each step takes up
 what is there. Knows nothing of command lines or of what the queries are for.
 """
 

@@ -75,7 +75,10 @@ def train(
     world = int(os.environ.get("WORLD_SIZE", "1"))
     steps = max(1, len(plan) // (config.accumulation * world))
     arguments = plan_arguments(config, out, steps, device, tensorboard=config.tensorboard)
-    on_gpu = device.startswith("cuda")
+    on_gpu, alone = (
+        device.startswith("cuda"),
+        "LOCAL_RANK" not in os.environ,
+    )  # torchrun wraps the model, even one process
     dataset = PlanDataset(
         plan,
         leaf_of_document,
@@ -92,7 +95,7 @@ def train(
         train_dataset=dataset,
         rates=config,
         postings=Postings(lexical, device) if lexical is not None and on_gpu else None,
-        recorder=Recorder(device) if on_gpu and world == config.accumulation == 1 else None,
+        recorder=Recorder(device, most=256) if on_gpu and config.accumulation == 1 and alone else None,
     )
     resume = last_checkpoint(out)
     if resume is not None:
@@ -100,6 +103,7 @@ def train(
     trainer.add_callback(Curve(trainer, out, config, steps, dev, resumed=resume))
     with quiet():
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    trainer.recorder, trainer.gradients = None, []  # their memory is wanted, and trainer and callback hold each other
     if trainer.is_world_process_zero():
         if not (out / "best").exists():
             _keep_best(model, out, step=steps, metrics={})

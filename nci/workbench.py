@@ -29,6 +29,7 @@ from nci.querygen_steps import make_queries
 from nci.recipe import Recipe
 from nci.records import Document
 from nci.runtime import check_device
+from nci.store import waiting_lock
 from nci.training_data import split_pairs
 
 
@@ -108,9 +109,11 @@ class Workbench:
         source = self.generated_from
         if isinstance(source, Recipe):
             folder = self.folder / f"querygen-{self.generated_key}"
-            if not (folder / FILE).exists():
-                device = check_device(self.device)
-                make_queries(self.documents, self.pairs, out=folder, recipe=source, device=device)
+            folder.mkdir(parents=True, exist_ok=True)
+            with waiting_lock(folder / "LOCK"):
+                if not (folder / FILE).exists():
+                    device = check_device(self.device)
+                    make_queries(self.documents, self.pairs, out=folder, recipe=source, device=device)
             source = folder
         return read_generated(source) if source else []
 

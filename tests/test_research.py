@@ -413,7 +413,6 @@ def test_calibration_gets_queries_of_a_generator_that_has_not_seen_what_is_withh
 
     def make_queries(documents: object, pairs: list[tuple[str, str]], *, out: Path, **_: object) -> Path:
         told.append(pairs)
-        out.mkdir(parents=True)
         return write_generated(out / "queries.jsonl", [(f"made of {len(pairs)}", "d0")])
 
     monkeypatch.setattr("nci.workbench.make_queries", make_queries)
