@@ -1,7 +1,7 @@
 """Documents and training pairs -> queries in a folder: the steps of `nci querygen`, in order.
 
-Train or fine-tune a generator where that is asked for, let it write, drop what does not find its own document where that is asked for, too. Each step takes up
-what is there. Knows nothing of command lines or of what the queries are for.
+Train or fine-tune a generator where that is asked for, let it write, drop what does not find its own document where that
+is asked for, too. Each step takes up what is there. Knows nothing of command lines or of what the queries are for.
 """
 
 from __future__ import annotations
