@@ -63,6 +63,7 @@ def moved_anchors(queries: EncodedQueries, change: Tensor) -> EncodedQueries:
 # ---- Algorithm 2
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     ids=trees(),
@@ -394,6 +395,7 @@ def test_what_a_length_penalty_lifts_is_kept(
 # ---- whole clusters
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     ids=trees(),

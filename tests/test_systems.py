@@ -164,6 +164,7 @@ def test_who_waits_for_whom_and_how_often(bench: Workbench) -> None:
 # ---- rows
 
 
+@pytest.mark.slow
 def test_rows_have_names_and_may_share_a_system(bench: Workbench, tmp_path: Path) -> None:
     epochs = bench.config.train.epochs
     specs = ["bm25", "plain=nci", f"again=nci[train.epochs={epochs}]", f"tied={TIED}", "tree.k=nci[tree.k=4]"]
