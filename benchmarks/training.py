@@ -270,7 +270,7 @@ def measure(
     clock = Clock([warm, *([last] if profiled else []), steps], device)
     trainer = train_watched(model, data, config, out / "timed", clock, device=device, eager=eager)
     seconds = (clock.times[steps] - clock.times[warm]) / (steps - warm)
-    mode = "eager" if trainer.recorder is None else "recorded"
+    mode = "recorded" if clock.recordings[steps] else "eager"
     flops = mean_flops(trainer, range(warm, steps))
     del trainer
     clock.trainer = None

@@ -36,7 +36,7 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
 def shared_gpu(wanted: bool) -> Iterator[bool]:
     """Processes begun inside share the GPU; says whether they do. Where a service is at work already, nothing is changed."""
     control = shutil.which(CONTROL)
-    if not wanted or control is None or USUAL.exists() or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+    if not wanted or control is None or _at_work(USUAL) or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
         yield False
         return
     with contextlib.ExitStack() as stack:
@@ -64,6 +64,17 @@ def shared_gpu(wanted: bool) -> Iterator[bool]:
         finally:
             for name in names:
                 os.environ.pop(name, None)
+
+
+def _at_work(pipe: Path) -> bool:
+    """Whether a service listens there; one that has ended leaves its folder."""
+    try:
+        os.kill(int((pipe / f"{CONTROL}.pid").read_text()), 0)
+    except PermissionError:  # somebody else's
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _ready(service: subprocess.Popen[bytes], pipe: Path) -> bool:

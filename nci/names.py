@@ -31,11 +31,14 @@ class Variant:
     system: str = "trained"
 
 
-PURE: dict[str, dict[str, Any]] = {"model": {"anchor": "none", "content": False, "edge_bias": False}}
+PURE: dict[str, dict[str, Any]] = {
+    "model": {"anchor": "none", "content": False, "edge_bias": False},
+    "train": {"encoder_lr": 1e-4},  # with nothing but the network, its encoder must move
+}
 DSI: dict[str, dict[str, Any]] = {
     "model": {**PURE["model"], "head": "tied", "adapter_layers": 0, "normalise": "position"},
     "pairs": {"generated": 0.0, "spans": 0},
-    "train": {"alpha": 0.0, "spare_unseen": False},
+    "train": {**PURE["train"], "alpha": 0.0, "spare_unseen": False},
 }
 DSI_ATOMIC = {**DSI, "tree": {"ids": "atomic"}, "model": {**DSI["model"], "normalise": "children"}}
 INDEXES = {
@@ -45,7 +48,7 @@ INDEXES = {
     "nci-untrained": Variant(system="untrained"),
     "nci-zeroed": Variant(system="zeroed"),
     "nci-unconstrained": Variant(system="unconstrained"),
-    "nci-pure": Variant(PURE, longer=2),
+    "nci-pure": Variant(PURE, longer=6),
     "nci-noqg": Variant({"pairs": {"generated": 0.0}}),
     "nci-qg50": Variant({"pairs": {"generated_queries": 50}}),
 }
