@@ -67,6 +67,7 @@ def build(
     check_metric(config.train.metric)
     try:
         out.mkdir(parents=True, exist_ok=True)
+        _check_place(out)
     except OSError as error:
         raise ConfigError(f"-o {out}: no folder can be made there: {error.strerror}") from error
     first = int(os.environ.get("RANK", "0")) == 0  # under torchrun one process writes, all train
@@ -86,6 +87,14 @@ def build(
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.barrier()  # nobody opens the index before it is published
     return live
+
+
+def _check_place(out: Path) -> None:
+    """Refuse a folder that holds other things: whoever deletes or sends an index means the whole folder."""
+    names = sorted(path.name for path in out.iterdir() if not path.name.startswith("."))
+    if names and not ({"CURRENT", "LOCK", "build"} & set(names) or any(n.startswith("generation-") for n in names)):
+        more = ", ..." if len(names) > 3 else ""
+        raise ConfigError(f"-o {out}: the folder holds other files ({', '.join(names[:3])}{more}); name a new one")
 
 
 def _build(

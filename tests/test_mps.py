@@ -82,9 +82,27 @@ def test_nothing_is_begun_where_it_is_not_wanted_not_installed_or_there_already(
         assert not shared
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY")
     monkeypatch.setattr(mps, "USUAL", folder)
+    (folder / f"{mps.CONTROL}.pid").write_text(f"{os.getpid()}\n")
     with mps.shared_gpu(True) as shared:
         assert not shared
     assert not (folder / "pid").exists()
+
+
+@pytest.mark.parametrize("left", ["a process that is gone", "nothing", "no number"])
+def test_a_folder_that_a_service_has_left_is_no_service(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    install(folder)
+    monkeypatch.setattr(mps, "USUAL", folder)
+    file = folder / f"{mps.CONTROL}.pid"
+    if left == "a process that is gone":
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        file.write_text(f"{ended.pid}\n")
+    elif left == "no number":
+        file.write_text("")
+    with mps.shared_gpu(True) as shared:
+        assert shared
 
 
 def test_a_service_that_cannot_run_is_done_without(folder: Path) -> None:

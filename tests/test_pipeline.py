@@ -694,3 +694,15 @@ def test_without_pairs_nothing_is_tuned(encoder: Path, tmp_path: Path, done: Spy
     config = tiny_config(encoder, tune={"epochs": 1}, train={"epochs": 0})
     build(make_documents(6), tmp_path / "my.index", config)
     assert "tune" not in worked(done())
+
+
+def test_a_folder_with_other_files_gets_no_index(encoder: Path, beir: Path) -> None:
+    before = sorted(beir.rglob("*"))
+    with pytest.raises(ConfigError, match="holds other files.*corpus.jsonl"):
+        build(beir, beir, tiny_config(encoder))
+    assert sorted(beir.rglob("*")) == before
+
+
+def test_an_empty_folder_and_one_with_hidden_files_do(encoder: Path, beir: Path, tmp_path: Path) -> None:
+    (tmp_path / ".gitkeep").touch()
+    assert build(beir, tmp_path, tiny_config(encoder)).parent == tmp_path
