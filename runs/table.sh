@@ -4,7 +4,7 @@
 #   runs/table.sh DATA_ROOT OUT              what the tables of the README are made with
 #   QUICK=1 runs/table.sh DATA_ROOT OUT      few systems, one seed, the preset fast: for two CPU cores
 #
-# OUT/NAME gets table.txt, table.json, table.tex, table.png and all that was built. The same command takes up a killed run,
+# OUT/NAME gets table.txt, table.json, table.tex, table.png and all that was built, OUT/summary.md R@1 of all. The same command takes up a killed run,
 # and where everything is there it only prints. `nci compare --help` explains the systems. PYTHON names the interpreter
 # that nci is installed for: PYTHON=venv/bin/python runs/table.sh DATA_ROOT OUT.
 set -euo pipefail
@@ -17,7 +17,7 @@ else
   SYSTEMS=${SYSTEMS:-table}    # the list of the README
   SEEDS=${SEEDS:-3}            # indexes behind the rows of nci; its variants have one
   JOBS=${JOBS:-4}              # systems made at once
-  PRESET=${PRESET:-default}    # settings of the indexes, or a .yaml file
+  PRESET=${PRESET:-full}       # settings of the indexes, or a .yaml file
 fi
 
 [[ $# == 2 && -d $1 ]] || {
@@ -28,6 +28,33 @@ fi
   echo "${0##*/}: $PYTHON cannot import nci and jsonargparse; name one that can: PYTHON=venv/bin/python ${0##*/} DATA_ROOT OUT" >&2
   exit 1
 }
+# R@1 of every system on every data set, the best mean of the splits in bold.
+summary() {
+  "$PYTHON" - "$out" <<'END'
+import json
+import sys
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+here = {}  # data -> row -> R@1 of every split
+for file in sorted(folder.glob("*/table.json")):
+    found = json.loads(file.read_text(encoding="utf-8"))
+    results = found["splits"].values()
+    here[file.parent.name] = {row: [100 * one["systems"][row]["R@1"] for one in results] for row in found["systems"]}
+rows = list(dict.fromkeys(row for values in here.values() for row in values))
+best = {name: max(round(sum(each), 6) for each in values.values()) for name, values in here.items()}
+lines = [f"| R@1 | {' | '.join(here)} |", "|---" * (len(here) + 1) + "|"]
+for row in rows:
+    cells = []
+    for name, values in here.items():
+        cell = " / ".join(f"{value:.1f}" for value in values.get(row, [])) or "-"
+        cells.append(f"**{cell}**" if row in values and round(sum(values[row]), 6) == best[name] else cell)
+    lines.append(f"| `{row}` | {' | '.join(cells)} |")
+(folder / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+print("\n" + "\n".join(lines))
+END
+}
+
 root=$1 out=$2 found=0
 for data in "$root" "$root"/*; do
   [[ -e $data/corpus.jsonl && -e $data/qrels/test.tsv ]] || continue
@@ -47,3 +74,4 @@ done
   echo "${0##*/}: there is no BEIR folder in $root: corpus.jsonl, queries.jsonl and qrels/test.tsv were expected" >&2
   exit 1
 }
+summary

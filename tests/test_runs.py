@@ -347,7 +347,14 @@ def test_a_table_for_every_data_set(folders: dict[str, Path], tmp_path: Path) ->
     made = {path.name for path in (tmp_path / "out" / "one").iterdir()}
     assert {"table.txt", "table.json", "table.tex", "table.png"} <= made
     assert set(json.loads((tmp_path / "out" / "one" / "table.json").read_text())["systems"]) == {"bm25", "nci"}
-    assert [*(tmp_path / "out").iterdir()] == [tmp_path / "out" / "one"]
+    assert {*(tmp_path / "out").iterdir()} == {tmp_path / "out" / "one", tmp_path / "out" / "summary.md"}
+    values = json.loads((tmp_path / "out" / "one" / "table.json").read_text())["systems"]
+    cells = {name: f"{100 * row['R@1']:.1f}" for name, row in values.items()}
+    best = max(values, key=lambda name: values[name]["R@1"])
+    lines = (tmp_path / "out" / "summary.md").read_text().splitlines()
+    assert lines[0] == "| R@1 | one |"
+    assert f"| `{best}` | **{cells[best]}** |" in lines
+    assert all(f"| `{name}` | {cell} |" in lines for name, cell in cells.items() if cell != cells[best])
 
 
 @pytest.mark.slow
