@@ -34,6 +34,7 @@ from nci.workbench import Workbench
 log = logging.getLogger("nci")
 
 DIED = "its process died; is there enough memory?"
+FULL = "the memory of the GPU is not enough"
 Files = Mapping[Path, tuple[str, list[Query]]]
 """Rankings to write, each with its split and queries."""
 
@@ -65,7 +66,7 @@ def _all(bench: Workbench, work: Mapping[Task, Files], jobs: int) -> dict[Task, 
     while left:
         ended = _run(bench, {task: work.get(task, {}) for task in left}, finished, jobs)
         finished |= {task for task, reason in ended.items() if reason is None}
-        died = [task for task, reason in ended.items() if reason == DIED]
+        died = [task for task, reason in ended.items() if reason in (DIED, FULL)]
         for task in died:  # with one process all of its pool die; alone it has all the memory, and is to blame
             ended |= _run(bench, {task: work.get(task, {})}, finished, 1)
         finished |= {task for task, reason in ended.items() if reason is None}
@@ -135,7 +136,8 @@ def _run(bench: Workbench, tasks: Mapping[Task, Files], finished: set[Task], job
                 return ended
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 error = future.exception()
-                reason = DIED if isinstance(error, BrokenProcessPool) else str(error) or type(error).__name__
+                reason = str(error) or type(error).__name__
+                reason = {BrokenProcessPool: DIED, torch.OutOfMemoryError: FULL}.get(type(error), reason)
                 ended[running.pop(future)] = reason if error is not None else None
     except KeyboardInterrupt:
         for process in list(pool._processes.values()):

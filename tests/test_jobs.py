@@ -103,6 +103,32 @@ def test_what_died_is_tried_again_alone(
     assert found == {"bm25", "rrf_bm25_trainq_dense"}
 
 
+@pytest.mark.slow
+def test_what_found_the_gpu_full_is_tried_again_alone(
+    beir: Path, tmp_path: Path, encoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first time that dense search is made, others hold the memory; what is built on it is made as well."""
+    dataset = open_dataset(beir)
+    assert dataset is not None
+    bench = Workbench(dataset, tmp_path, tiny_config(encoder))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    (tmp_path / "sitecustomize.py").write_text(
+        "import pathlib, sys\n"
+        "class Loader:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        mark = pathlib.Path({str(tmp_path / 'mark')!r})\n"
+        "        if name == 'nci.baselines.dense' and not mark.exists():\n"
+        "            mark.touch()\n"
+        "            import torch\n"
+        "            raise torch.OutOfMemoryError('CUDA out of memory')\n"
+        "if 'spawn_main' in ' '.join(sys.orig_argv): sys.meta_path.insert(0, Loader())\n"
+    )
+    rank_in_parallel(bench, ["bm25", "dense", "rrf:bm25+dense"], ["test"], tmp_path, jobs=2)
+    assert (tmp_path / "mark").exists()
+    found = {path.name.rpartition("-0-test")[0] for path in (tmp_path / "runs").glob("*.json")}
+    assert found == {"bm25", "dense", "rrf_bm25_dense"}
+
+
 def alive(group: int) -> set[int]:
     """Processes of a group that still run."""
     found = set()
