@@ -137,7 +137,8 @@ def _run(bench: Workbench, tasks: Mapping[Task, Files], finished: set[Task], job
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 error = future.exception()
                 reason = str(error) or type(error).__name__
-                reason = {BrokenProcessPool: DIED, torch.OutOfMemoryError: FULL}.get(type(error), reason)
+                if isinstance(error, BrokenProcessPool | torch.OutOfMemoryError):
+                    reason = DIED if isinstance(error, BrokenProcessPool) else FULL
                 ended[running.pop(future)] = reason if error is not None else None
     except KeyboardInterrupt:
         for process in list(pool._processes.values()):

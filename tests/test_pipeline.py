@@ -698,7 +698,7 @@ def test_without_pairs_nothing_is_tuned(encoder: Path, tmp_path: Path, done: Spy
 
 def test_a_folder_with_other_files_gets_no_index(encoder: Path, beir: Path) -> None:
     before = sorted(beir.rglob("*"))
-    with pytest.raises(ConfigError, match="holds other files.*corpus.jsonl"):
+    with pytest.raises(ConfigError, match=r"holds other files.*corpus\.jsonl"):
         build(beir, beir, tiny_config(encoder))
     assert sorted(beir.rglob("*")) == before
 
