@@ -153,6 +153,7 @@ def compare(
     *,
     metrics: Sequence[str] = METRICS,
     append: Path | None = None,
+    timed: Result | None = None,
 ) -> Result:
     """Build what is missing, search a split with every system, and put them side by side.
 
@@ -161,6 +162,7 @@ def compare(
         systems: Names; the first one whose name begins with nci, else the first, is the reference of the tests.
         out: Folder for what is built, rankings and tables.
         append: A file that gets a line of JSON for every row as soon as that is finished, unless it is there.
+        timed: The same systems on another split; their latencies stand for this one.
     """
     rows = check_names(bench, systems)
     queries, qrels = judged(bench, split)
@@ -168,12 +170,15 @@ def compare(
     result = Result(split, len(queries), reference, data=bench.dataset.folder.resolve().name)
     values: dict[str, dict[str, float]] = {}
     for row, name in rows.items():
-        seeds = range(seeds_of(bench, name))
+        tasks = [(name, seed) for seed in range(seeds_of(bench, name))]
+        files = [ranking_file(bench, task, queries, split, out) for task in tasks]
         found = [
-            ranked(bench, (name, seed), split, queries, ranking_file(bench, (name, seed), queries, split, out))
-            for seed in seeds
+            ranked(bench, task, split, queries, file, timed=timed is None and task == tasks[0])
+            for task, file in zip(tasks, files, strict=True)
         ]
         _add(result, row, found, qrels, metrics)
+        if timed is not None:
+            result.latency_ms[row] = timed.latency_ms[row]
         if name == "nci-ensemble":
             result.merged[row] = bench.seeds
         if append is not None:
@@ -283,7 +288,7 @@ def _add(result: Result, name: str, ranked: Sequence[Ranked], qrels: Qrels, metr
     result.systems[name] = _mean(rows)
     if len(rows) > 1:
         result.spread[name] = {m: float(np.std([row[m] for row in rows], ddof=1)) for m in metrics}
-    result.latency_ms[name] = float(np.mean([one.latency_ms for one in ranked]))
+    result.latency_ms[name] = ranked[0].latency_ms  # the others differ by chance alone
     result.index_bytes[name] = int(np.mean([one.index_bytes for one in ranked]))
     result.seeds[name] = len(rows)
 

@@ -118,7 +118,9 @@ def compare(args: Namespace) -> int:
     if args.jobs > 1:
         rank_in_parallel(workbench, [*dict.fromkeys(rows.values())], splits, out, jobs=args.jobs)
     append = Path(args.append) if args.append else None
-    results = [run(workbench, names, split, out, metrics=metrics, append=append) for split in splits]
+    results = [run(workbench, names, splits[0], out, metrics=metrics, append=append)]
+    for split in splits[1:]:
+        results.append(run(workbench, names, split, out, metrics=metrics, append=append, timed=results[0]))
     facts: dict[str, Any] = {"rows": rows}
     if args.tradeoff:
         facts["tradeoff"] = _tradeoff(workbench, rows, (splits[0], splits[1]), out, Path(args.tradeoff))

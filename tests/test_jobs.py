@@ -60,6 +60,7 @@ def test_two_processes_find_what_one_finds(ok: Ok, run: Nci, beir: Path, tmp_pat
         for name, row in one[split]["systems"].items():
             assert two[split]["systems"][name] == pytest.approx(row), name
         assert all(ms > 0 for ms in two[split]["latency_ms"].values()), "measured afterwards"
+        assert two[split]["latency_ms"] == two["test"]["latency_ms"], "measured once"
 
 
 @pytest.mark.slow

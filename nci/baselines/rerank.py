@@ -28,6 +28,7 @@ from nci.progress import hide_bars
 from nci.records import Document, Hit
 from nci.runtime import quiet, uses_bf16
 
+_TOGETHER = 64  # queries whose pairs share batches
 _CHARS_PER_PIECE = 16  # far more than any language has: what is cut here would be cut by the tokenizer too
 # What a family of models calls the layers between its encoder and a class.
 _NEW_PARTS = {"classifier", "pooler", "pre_classifier", "score", "head", "classification_head"}
@@ -188,17 +189,27 @@ class Rerank(Baseline):
 
     def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
         depth = self._settings.depth
+        hits = self._base.search(texts, k=max(k, depth))
         found: list[list[Hit]] = []
-        for query, hits in zip(texts, self._base.search(texts, k=max(k, depth)), strict=True):
-            rows = np.array([self._row(hit.doc_id) for hit in hits], np.int64)
-            read_texts = [(query, self._shelf.documents[row].content) for row in rows[:depth]]
-            scores = self.model.score(read_texts, batch_size=self._settings.score_batch)
-            read = self._shelf.hits(rows[:depth], scores, k)
-            # Below everything that was read, one apart, so that a run file keeps their order.
-            lowest = float(scores.min(initial=0.0))
-            rest = self._shelf.hits(rows[depth:], (lowest - 1 - np.arange(len(rows[depth:]))).astype(np.float32), k)
-            found.append(read + [hit._replace(rank=hit.rank + len(read)) for hit in rest])
+        for start in range(0, len(texts), _TOGETHER):
+            queries = texts[start : start + _TOGETHER]
+            rows = [
+                np.array([self._row(hit.doc_id) for hit in own], np.int64) for own in hits[start : start + _TOGETHER]
+            ]
+            contents = [[self._shelf.documents[row].content for row in own[:depth]] for own in rows]
+            pairs = [(query, text) for query, own in zip(queries, contents, strict=True) for text in own]
+            scores = self.model.score(pairs, batch_size=self._settings.score_batch)
+            ends = np.cumsum([len(own) for own in contents])
+            found += [self._merged(*each, k) for each in zip(rows, np.split(scores, ends[:-1]), strict=True)]
         return found
+
+    def _merged(self, rows: npt.NDArray[np.int64], scores: npt.NDArray[np.float32], k: int) -> list[Hit]:
+        """Hits of one query: those with scores by these, and the others in their order below."""
+        read = self._shelf.hits(rows[: len(scores)], scores, k)
+        # One apart, so that a run file keeps their order.
+        below = float(scores.min(initial=0.0)) - 1 - np.arange(len(rows) - len(scores))
+        rest = self._shelf.hits(rows[len(scores) :], below.astype(np.float32), k)
+        return read + [hit._replace(rank=hit.rank + len(read)) for hit in rest]
 
     def _row(self, doc_id: str) -> int:
         if doc_id not in self._rows:
