@@ -123,7 +123,7 @@ def test_a_layout_holds_what_is_in_use(lengths: list[int], extra: int) -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     batch=batches(),
-    encoder=st.sampled_from(["bert", "t5", "t5-gated", "bert-relu"]),
+    encoder=st.sampled_from(["bert", "mpnet", "t5", "t5-gated", "bert-relu"]),
     layers=st.integers(1, 3),
     width=st.sampled_from([8, 16]),
     pooling=st.sampled_from(["mean", "cls", "max", "lasttoken"]),
@@ -144,7 +144,7 @@ def test_encoders_equal_those_of_hugging_face(
     torch.testing.assert_close(own, vectors, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("encoder", ["bert", "t5"])
+@pytest.mark.parametrize("encoder", ["bert", "mpnet", "t5"])
 def test_an_encoder_does_not_see_other_queries(make_model: MakeModel, encoder: str) -> None:
     model = make_model(encoder=encoder, encoder_layers=2, moved=True)
     network = Network(model, precision="fp32", device="cpu", ops=TorchOps())
@@ -158,7 +158,20 @@ def test_an_encoder_does_not_see_other_queries(make_model: MakeModel, encoder: s
             torch.testing.assert_close(vectors[number], vector[0], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("encoder", ["bert", "t5", "t5-gated", "bert-relu"])
+def test_places_of_mpnet(make_model: MakeModel) -> None:
+    """A text that names the padding gives it no place of its own; and relative positions far apart share a row."""
+    model = make_model(encoder="mpnet", encoder_layers=2, moved=True)
+    network = Network(model, precision="fp32", device="cpu", ops=TorchOps())
+    batch = batch_of([30, 17, 5, 9])
+    batch["input_ids"][0, [3, 4, 20]] = batch["input_ids"][2, 0] = 1
+    mask = batch["attention_mask"].bool()
+    with torch.inference_mode():
+        wanted, _ = model.encode(**batch)
+        found, _ = network.encode(batch["input_ids"], mask.sum(1))
+    torch.testing.assert_close(found[mask], wanted[mask], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("encoder", ["bert", "mpnet", "t5", "t5-gated", "bert-relu"])
 @pytest.mark.parametrize(("precision", "cosine"), [("bf16", 0.999), ("int8", 0.98)])
 def test_rounded_encoders_are_near(make_model: MakeModel, precision: Any, cosine: float, encoder: str) -> None:
     model = make_model(encoder=encoder, encoder_layers=2, moved=True)
