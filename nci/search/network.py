@@ -70,10 +70,9 @@ class Network:
         self.cross = self._linear(torch.cat([_keys_and_values(block, bridge) for block in blocks]))
         self.layers = [_Layer(block, self._linear) for block in blocks]
 
-    def _linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return make_linear(
-            weight.detach().float(), None if bias is None else bias.detach(), self.precision, self.device
-        )
+    def _linear(self, weight: Tensor, bias: Tensor | None = None, *, outliers: bool = False) -> Linear:
+        shift = None if bias is None else bias.detach()
+        return make_linear(weight.detach().float(), shift, self.precision, self.device, outliers=outliers)
 
     def _vector(self, values: Tensor) -> Tensor:
         return values.detach().to(self.device, self.dtype)
@@ -172,6 +171,8 @@ class _Biases:
 class _Bert:
     """BERT: norms behind the sums, learned positions."""
 
+    outliers = False  # among what the two layers behind the attention read
+
     def __init__(self, encoder: Any, linear: MakeLinear, vector: MakeVector, ops: TorchOps, packed: bool) -> None:
         self.ops, self.packed = ops, packed
         self.heads, self.eps = encoder.config.num_attention_heads, encoder.config.layer_norm_eps
@@ -188,8 +189,8 @@ class _Bert:
                     linear(torch.cat([p.weight for p in parts]), torch.cat([p.bias for p in parts])),
                     linear(out.weight),
                     (vector(out.bias), vector(norm.weight), vector(norm.bias)),
-                    linear(wide.weight, wide.bias),
-                    linear(narrow.dense.weight),
+                    linear(wide.weight, wide.bias, outliers=self.outliers),
+                    linear(narrow.dense.weight, outliers=self.outliers),
                     (vector(narrow.dense.bias), vector(narrow.LayerNorm.weight), vector(narrow.LayerNorm.bias)),
                 )
             )
@@ -226,6 +227,9 @@ class _Bert:
 
 class _MPNet(_Bert):
     """MPNet: BERT without token types, and with one table of relative positions for all layers."""
+
+    # 600 times the mean in all-mpnet-base-v2: with these layers in int8 too, query vectors turn by 26 degrees instead of 3
+    outliers = True
 
     def __init__(self, encoder: Any, linear: MakeLinear, vector: MakeVector, ops: TorchOps, packed: bool) -> None:
         super().__init__(encoder, linear, vector, ops, packed)
