@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ _POOLING_FLAGS: dict[Pooling, str] = {
 }
 _PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 _MASKED_ALIKE = ("bert", "roberta", "xlm-roberta")  # encoders whose layers all take the same mask
+_NOTHING = torch.finfo(torch.float32).min
 _BLOCK = 8192  # texts tokenised at once: enough for sorting by length to pay, little enough for any corpus
 _UNLIMITED = 10**6  # transformers writes "no limit" as a number without meaning
 _CHARS_PER_PIECE = 16  # English has 4 to 5; see `TextEncoder.tokenize`
@@ -86,7 +87,21 @@ def wide_mask(config: Any, mask: Tensor) -> Tensor:
     """
     if config.model_type in _MASKED_ALIKE and config._attn_implementation == "sdpa":
         return mask.bool()[:, None, None, :].expand(-1, -1, mask.shape[1], -1)
+    if config.model_type == "mpnet":  # adds it to the logits
+        return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask.bool(), _NOTHING)[:, None, None, :]
     return mask.long()
+
+
+def token_states(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    """States (batch, tokens, width) of an encoder; keeps gradients, and on a GPU nothing in it waits or is copied.
+
+    MPNet of transformers 5.17 makes its positions wherever tensors are made by default, and copies them: there no CUDA graph
+    could be recorded.
+    """
+    if ids.device.type == "cpu":
+        return cast(Tensor, model(input_ids=ids, attention_mask=mask.long()).last_hidden_state)
+    with ids.device:
+        return cast(Tensor, model(input_ids=ids, attention_mask=wide_mask(model.config, mask)).last_hidden_state)
 
 
 def pool_tokens(hidden: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:

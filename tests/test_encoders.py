@@ -24,6 +24,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.models.mpnet import modeling_mpnet
 
 from nci import embedded, encoders
 from nci.encoders import (
@@ -34,6 +37,7 @@ from nci.encoders import (
     find_encoder,
     pool_tokens,
     read_settings,
+    token_states,
     wide_mask,
 )
 from nci.errors import ConfigError, MissingModelError
@@ -573,15 +577,61 @@ def test_agrees_with_sentence_transformers(tmp_path: Path) -> None:
         TextEncoder.load(tmp_path / "dense", pooling="cls")
 
 
-def test_a_wide_mask_says_the_same(tmp_path: Path) -> None:
-    """What encoders are told on a GPU: equal states for BERT, and other kinds keep their own form."""
-    encoder = TextEncoder.load(make_encoder(tmp_path / "bert"))
-    ids = torch.tensor([[2, 7, 8, 3], [2, 9, 3, 0]])
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
-    wide = wide_mask(encoder.model.config, mask)
-    assert wide.shape == (2, 1, 4, 4)
-    with torch.no_grad():
-        one, two = (encoder.model(input_ids=ids, attention_mask=each).last_hidden_state for each in (mask, wide))
-    torch.testing.assert_close(one[mask.bool()], two[mask.bool()], atol=1e-5, rtol=1e-4)
-    other = TextEncoder.load(make_encoder(tmp_path / "t5", kind="t5"))
-    assert torch.equal(wide_mask(other.model.config, mask.bool()), mask)
+IDS = torch.tensor([[2, 7, 8, 3], [2, 9, 3, 0]])
+SEEN = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("bert", (2, 1, 4, 4)), ("mpnet", (2, 1, 1, 4))])
+def test_a_wide_mask_says_the_same(tmp_path: Path, kind: str, shape: tuple[int, ...]) -> None:
+    """What encoders are told on a GPU: equal states and gradients."""
+    model = TextEncoder.load(make_encoder(tmp_path, kind=kind)).model
+    wide = wide_mask(model.config, SEEN)
+    assert wide.shape == shape
+    states, gradients = [], []
+    for mask in (SEEN, wide):
+        model.zero_grad()
+        states.append(model(input_ids=IDS, attention_mask=mask).last_hidden_state[SEEN.bool()])
+        states[-1].square().mul(torch.arange(states[-1].shape[1])).sum().backward()
+        gradients.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+    torch.testing.assert_close(states[0], states[1], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-3, rtol=1e-3)
+    assert torch.equal(token_states(model, IDS, SEEN)[SEEN.bool()], states[0])
+
+
+def test_other_masks_keep_their_form(tmp_path: Path) -> None:
+    other = TextEncoder.load(make_encoder(tmp_path, kind="t5"))
+    assert torch.equal(wide_mask(other.model.config, SEEN.bool()), SEEN)
+
+
+class OneDevice(TorchDispatchMode):  # type: ignore[misc]
+    """Refuses operations on the host, as the recording of a CUDA graph does."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        out = function(*args, **(options or {}))
+        for tensor in tree_leaves((args, out)):
+            assert not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta", function
+        return out
+
+
+def positions_on_the_host(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """MPNet's biases as transformers 5.17 makes them."""
+    places = torch.arange(x.shape[1])
+    buckets = self.relative_position_bucket(places - places[:, None]).to(x.device)
+    return self.relative_attention_bias(buckets).permute(2, 0, 1)[None]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+def test_off_the_cpu_nothing_waits_and_nothing_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A device without numbers stands for a GPU: whoever asks it for one fails."""
+    model = TextEncoder.load(make_encoder(tmp_path, kind=kind)).model
+    wanted = model(input_ids=IDS, attention_mask=SEEN).last_hidden_state
+    monkeypatch.setattr(modeling_mpnet.MPNetEncoder, "compute_position_bias", positions_on_the_host)
+    torch.testing.assert_close(model(input_ids=IDS, attention_mask=SEEN).last_hidden_state, wanted)
+    ids, seen = IDS.to("meta"), SEEN.to("meta")
+    model.to("meta")
+    with OneDevice():
+        states = token_states(model, ids, seen)
+        states.sum().backward()
+    assert states.shape == wanted.shape
