@@ -25,7 +25,7 @@ from transformers import get_linear_schedule_with_warmup
 
 from nci.contrast_settings import ContrastSettings
 from nci.contrastive_data import Batch, Pairs, Passages, Rows, Tokens, draw, split_epoch
-from nci.encoders import TextEncoder, pool_tokens, wide_mask
+from nci.encoders import TextEncoder, pool_tokens, token_states
 from nci.progress import hide_bars
 from nci.runtime import quiet, uses_bf16
 
@@ -48,9 +48,7 @@ def embed(encoder: TextEncoder, tokens: Tokens, texts: Rows, *, at_once: int) ->
 
 def _embed(encoder: TextEncoder, tokens: Tokens, texts: Rows) -> Tensor:
     ids, mask = (_on(encoder.model.device, each) for each in tokens.padded(texts, encoder.tokenizer.pad_token_id or 0))
-    hidden = encoder.model(
-        input_ids=ids, attention_mask=wide_mask(encoder.model.config, mask)
-    ).last_hidden_state  # (texts, pieces, width)
+    hidden = token_states(encoder.model, ids, mask)  # (texts, pieces, width)
     return torch.nn.functional.normalize(pool_tokens(hidden, mask.long(), encoder.settings.pooling).float(), dim=-1)
 
 

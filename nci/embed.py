@@ -17,7 +17,8 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from nci.config import EmbedConfig, content_key
-from nci.encoders import ENCODER_FILES, TextEncoder, fetch_encoder
+from nci.embedded import ENCODER_FILES
+from nci.encoders import TextEncoder, fetch_encoder
 from nci.errors import DataError
 from nci.records import Document
 from nci.runtime import uses_bf16

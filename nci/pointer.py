@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nci.encoders import wide_mask
+from nci.encoders import token_states
 from nci.errors import ConfigError
 from nci.layers import Stack, StackCache
 from nci.seq2seq import IGNORED
@@ -116,8 +116,7 @@ class Network(nn.Module):
 
     def read(self, pieces: Tensor, seen: Tensor) -> State:
         """Encode sources (sources, pieces); one row each, nothing decoded yet."""
-        mask = wide_mask(self.encoder.config, seen) if seen.is_cuda else seen.long()
-        states = self.encoder(input_ids=pieces, attention_mask=mask).last_hidden_state  # (sources, pieces, d)
+        states = token_states(self.encoder, pieces, seen)  # (sources, pieces, d)
         count = len(pieces)
         return State(
             self.decoder.memories(states),

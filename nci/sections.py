@@ -64,7 +64,7 @@ class EmbedConfig(Section):
     """How documents become vectors.
 
     Args:
-        encoder: "minilm" (all-MiniLM-L6-v2 from the installed package), a folder, or a name on the Hugging Face Hub.
+        encoder: "minilm", "mpnet" (all-mpnet-base-v2; needs packages of its own), a folder, or a name on the Hugging Face Hub.
         pooling: mean, cls or max over the tokens; auto reads what the encoder's folder says, else mean.
         normalise: Scale vectors to length 1.
         max_length: Word pieces of a document that are read.

@@ -82,10 +82,15 @@ def t5(width: int = WIDTH, dropout: float = 0.0, layers: int = 1) -> dict[str, A
     }
 
 
+def mpnet(width: int = WIDTH, dropout: float = 0.0, layers: int = 1) -> dict[str, Any]:
+    return bert(width, dropout, layers) | {"model_type": "mpnet", "pad_token_id": 1}
+
+
 ENCODERS: dict[str, Callable[..., dict[str, Any]]] = {
     "bert": bert,
     "t5": t5,
     "t5-gated": lambda *shape: t5(*shape) | {"feed_forward_proj": "gated-gelu"},
+    "mpnet": mpnet,
     "bert-relu": lambda *shape: bert(*shape) | {"hidden_act": "relu"},
 }
 

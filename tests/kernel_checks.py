@@ -84,19 +84,20 @@ def test_norms(rows: int, width: int) -> None:
 @pytest.mark.parametrize(
     ("heads", "head", "rows", "keys"), [(1, 16, 1, 1), (2, 16, 5, 7), (3, 32, 17, 20), (1, 16, 70, 33), (2, 24, 3, 5)]
 )
-@pytest.mark.parametrize("biased", [False, True])
-def test_attention(heads: int, head: int, rows: int, keys: int, biased: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"bias"}, {"bias", "scale"}], ids=["plain", "biased", "biased-unscaled"])
+def test_attention(heads: int, head: int, rows: int, keys: int, options: set[str]) -> None:
     """Keys and values lie side by side in longer lines; a head of 24 is left to PyTorch."""
     d, batch = heads * head, 3
     q, lines = torch.randn(batch, rows, 2 * d)[..., :d], torch.randn(batch, keys, 5 * d)
     k, v = lines[..., d : 2 * d], lines[..., 3 * d : 4 * d]
     lengths = torch.tensor([keys, 1, max(1, keys // 2)])
-    options: dict[str, Any] = {"bias": torch.randn(heads, rows, keys), "scale": 1.0} if biased else {}
-    wanted = TORCH.attend(q, k, v, heads, lengths, **options)
-    near(KERNELS.attend(q, k, v, heads, lengths, **options), wanted)
+    every: dict[str, Any] = {"bias": torch.randn(heads, rows, keys), "scale": 1.0}
+    given = {name: value for name, value in every.items() if name in options}
+    wanted = TORCH.attend(q, k, v, heads, lengths, **given)
+    near(KERNELS.attend(q, k, v, heads, lengths, **given), wanted)
     lines[1, 1:] = 1e4  # what lies behind the length of a query is not seen
-    near(KERNELS.attend(q, k, v, heads, lengths, **options), wanted)
-    near(KERNELS.attend(q, k, v, heads, None, **options), TORCH.attend(q, k, v, heads, None, **options))
+    near(KERNELS.attend(q, k, v, heads, lengths, **given), wanted)
+    near(KERNELS.attend(q, k, v, heads, None, **given), TORCH.attend(q, k, v, heads, None, **given))
 
 
 @pytest.mark.parametrize(("heads", "head"), [(1, 1), (2, 8), (3, 16), (5, 4), (2, 12)])
@@ -226,10 +227,11 @@ def test_descend(tree: SearchTree, steps: int) -> None:
     ("encoder", "ids", "beam"),
     [
         ("t5", IDS, [2, 3]),
+        ("mpnet", IDS, [2, 3]),
         ("bert", [(n,) for n in range(5)], 3),
         ("bert", [(a, b, c) for a in range(3) for b in range(3) for c in range(2)], 2),
     ],
-    ids=["uneven", "atomic", "even"],
+    ids=["uneven", "mpnet", "atomic", "even"],
 )
 def test_a_whole_search(
     make_model: MakeModel, ask: Ask, encoder: str, ids: list[SemanticId], beam: Any, merged: int

@@ -42,7 +42,7 @@ models = st.fixed_dictionaries(
         "content": st.booleans(),
         "edge_bias": st.booleans(),
         "decoder_layers": st.integers(1, 3),
-        "encoder": st.sampled_from(["bert", "t5", "t5-gated", "bert-relu"]),
+        "encoder": st.sampled_from(["bert", "mpnet", "t5", "t5-gated", "bert-relu"]),
         "encoder_width": st.sampled_from([16, 8]),  # the decoder has 16: 8 needs a bridge
         "encoder_layers": st.integers(1, 2),
         "seed": st.integers(0, 9),
@@ -158,7 +158,7 @@ def test_beam_one_dies_for_some_queries_only(make_model: MakeModel, ask: Ask, fi
 
 @pytest.mark.parametrize("length_penalty", [0.0, 0.8])
 @pytest.mark.parametrize("fixed", [False, True])
-@pytest.mark.parametrize("encoder", ["bert", "t5-gated"])
+@pytest.mark.parametrize("encoder", ["bert", "mpnet", "t5-gated"])
 def test_a_wide_beam_equals_exhaustive_search(
     make_model: MakeModel, ask: Ask, batch: Batch, encoder: str, fixed: bool, length_penalty: float
 ) -> None:
@@ -185,7 +185,7 @@ def test_a_search_leaves_the_table_as_it_was(make_model: MakeModel, ask: Ask, ba
         assert torch.equal(getattr(search.tree.table, name), tensor), name
 
 
-@pytest.mark.parametrize("case", ["bert", "t5", "t5-gated", "bert-relu"])
+@pytest.mark.parametrize("case", ["bert", "mpnet", "t5", "t5-gated", "bert-relu"])
 def test_a_batch_equals_its_queries_and_padding_is_not_seen(make_model: MakeModel, batch: Batch, case: str) -> None:
     model = make_model(encoder=case, encoder_layers=2, moved=True, anchor="none")
     search = Folded(model)

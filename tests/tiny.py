@@ -97,6 +97,19 @@ def make_encoder(folder: Path, *, seed: int = 0, positions: int = 64, kind: str 
         model = models.BertModel(config)
         with torch.no_grad():  # places say little beside words, or texts with common words would not be similar
             model.embeddings.position_embeddings.weight.mul_(0.05)
+    elif kind == "mpnet":
+        config = models.MPNetConfig(
+            vocab_size=vocabulary,
+            hidden_size=WIDTH,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=WIDTH,
+            max_position_embeddings=positions + 2,
+            initializer_range=0.2,
+        )
+        model = models.MPNetModel(config)
+        with torch.no_grad():
+            model.embeddings.position_embeddings.weight.mul_(0.05)
     else:
         config = models.T5Config(
             vocab_size=vocabulary, d_model=WIDTH, d_ff=WIDTH, d_kv=16, num_heads=2, num_layers=1, pad_token_id=0

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nci.runtime import uses_bf16
+
 Precision = Literal["fp32", "bf16", "int8"]
 
 
@@ -32,11 +34,17 @@ class Linear(Protocol):
     def relu(self, x: Tensor) -> Tensor: ...
 
 
-def make_linear(weight: Tensor, bias: Tensor | None, precision: Precision, device: str) -> Linear:
-    """A layer from its float32 weight (out, in)."""
-    if precision == "int8":
+def make_linear(
+    weight: Tensor, bias: Tensor | None, precision: Precision, device: str, *, outliers: bool = False
+) -> Linear:
+    """A layer from its float32 weight (out, in).
+
+    `outliers`: among its inputs are some hundreds of times larger than most, beside which int8 would round the others to
+    nothing; bf16, or float32 where a CPU has no bf16, takes its place.
+    """
+    if precision == "int8" and not outliers:
         return PackedInt8(weight, bias)
-    if precision == "bf16" and device == "cpu":
+    if device == "cpu" and (precision == "bf16" or (precision == "int8" and uses_bf16("auto", device))):
         return PackedBf16(weight, bias)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     return Plain(weight.to(device, dtype), None if bias is None else bias.to(device, dtype))
@@ -73,17 +81,16 @@ class Plain:
 
 
 class PackedBf16:
-    """bf16 on a CPU through oneDNN, the weight in the order its kernels want."""
+    """bf16 on a CPU through oneDNN, the weight in the order its kernels want; the result in the format of the input."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16().contiguous(), None)
         self.bias = None if bias is None else bias.bfloat16()
 
     def __call__(self, x: Tensor, activation: str = "none", bias: bool = True) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self.packed, self.bias if bias else None, activation, [], "none" if activation == "gelu" else ""
-        )
-        return out
+        shift, form = self.bias if bias else None, "none" if activation == "gelu" else ""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x.bfloat16(), self.packed, shift, activation, [], form)
+        return out.to(x.dtype)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         return residual.add_(self(x, bias=False))
