@@ -53,6 +53,15 @@ class Calibration:
     popular: float = 0.0
     found: dict[str, Any] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        weights = f"dense {self.kappa:.2f}, BM25 {self.lexical:.2f}, decoder {self.residual:.2f}"
+        r1 = [
+            f"{kind} {100 * self.found['before'][kind]:.1f} -> {100 * self.found['after'][kind]:.1f} ({count:,})"
+            for kind, count in self.found.get("queries", {}).items()
+        ]
+        changed = f"; R@1 {', '.join(r1)}" if r1 else ""
+        return f"{weights}, unseen {self.unseen:+.2f}, often asked {self.popular:+.2f}{changed}"
+
     @torch.no_grad()
     def apply(self, model: NCIModel) -> None:
         """Give a trained model these weights; the constant is the documents' bias, see `bias`."""

@@ -27,7 +27,7 @@ from nci.config import Config, content_key
 from nci.corpus import Source, fingerprint, open_dataset, read_documents, write_documents
 from nci.errors import ConfigError, IndexCorruptError, IndexNotFoundError
 from nci.evaluate import check_metric
-from nci.making import Making, Stages, has_pairs
+from nci.making import Making, Stages
 from nci.model import NCIModel
 from nci.pack import DocumentFile, Parts, write_generation
 from nci.plots import learning_curve
@@ -153,8 +153,10 @@ def _calibrate(
 ) -> Calibration | None:
     """Weights of the parts of the score, from a build that has not seen the queries of some documents."""
     config = making.config
-    if config.model.anchor != "exact" or config.model.adapter_start != "learned" or not has_pairs(data, config):
-        log.warning("--calibrate.share needs --model.anchor exact, --model.adapter_start learned and training queries")
+    if config.model.anchor != "exact" or config.model.adapter_start != "learned" or not data.real:
+        log.info(
+            "%-10s left out: needs --model.anchor exact, --model.adapter_start learned, training queries", "calibrate"
+        )
         return None
     chosen = withheld((doc_ids[row] for _, row in data.real), config.calibrate)
     fold, held = data.without({row for row, doc_id in enumerate(doc_ids) if doc_id in chosen})
@@ -162,7 +164,7 @@ def _calibrate(
         rows = {doc_id: row for row, doc_id in enumerate(doc_ids)}
         fold = replace(fold, generated=[(text, rows[doc_id]) for text, doc_id in held_out if doc_id in rows])
     if len(held) < config.calibrate.least:
-        log.warning("only %d queries could be withheld: the weights stay as training leaves them", len(held))
+        log.info("%-10s left out: only %d queries could be withheld", "calibrate", len(held))
         return None
     log.info("%-10s a first build without the queries of some documents", "calibrate")
     file = stages.folder / "calibrate" / f"{content_key(making.key(fold), held)}.json"

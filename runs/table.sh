@@ -17,7 +17,7 @@ else
   SYSTEMS=${SYSTEMS:-table}    # the list of the README
   SEEDS=${SEEDS:-3}            # indexes behind the rows of nci; its variants have one
   JOBS=${JOBS:-4}              # systems made at once
-  PRESET=${PRESET:-full}       # settings of the indexes, or a .yaml file
+  PRESET=${PRESET:-default}    # settings of the indexes, or a .yaml file
 fi
 
 [[ $# == 2 && -d $1 ]] || {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,21 @@ def test_held_out_queries_replace_the_generated_ones_in_the_first_build(
 def test_without_enough_nothing_is_fitted(
     beir: Path, tmp_path: Path, encoder: Path, changes: Any, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, logger="nci")
     generation = build(beir, tmp_path / "my.index", tiny_config(encoder, **changes))
     assert "calibration" not in store.read_manifest(generation)["report"]
     assert not (generation / "bias.npy").exists()
     assert any(said in record.getMessage() for record in caplog.records)
+
+
+def test_what_was_found_reads_as_a_line() -> None:
+    found = {
+        "queries": {"seen": 419, "unseen": 784},
+        "before": {"seen": 0.8544, "unseen": 0.7219},
+        "after": {"seen": 0.8282, "unseen": 0.8903},
+    }
+    said = str(Calibration(13.394, 10.002, 0.072, 0.4477, -1.688, found))
+    assert said == (
+        "dense 13.39, BM25 10.00, decoder 0.45, unseen +0.07, often asked -1.69; "
+        "R@1 seen 85.4 -> 82.8 (419), unseen 72.2 -> 89.0 (784)"
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny import make_beir, make_encoder
 
-from nci.config import Config, EmbedConfig, ModelConfig, PairsConfig, SearchConfig, TrainConfig, TreeConfig
+from nci.config import Config, EmbedConfig, ModelConfig, PairsConfig, SearchConfig, TreeConfig
 from nci.index import Index
 from nci.pipeline import build
 
@@ -56,20 +56,15 @@ def test_the_paper_presets_note_where_the_code_differs() -> None:
         assert text.count("code:") >= 10
 
 
-def test_full_is_default_with_tuning_and_calibration() -> None:
-    full, default = Config.preset("full"), Config.preset("default")
-    assert (full.tune.epochs > 0, full.lexical.training, full.calibrate.share) == (True, True, 0.1)
-    assert full.train.encoder_lr < default.train.encoder_lr, "what was tuned moves slowly"
-    train = dataclasses.replace(full.train, encoder_lr=default.train.encoder_lr)
-    same = {"tune": default.tune, "lexical": default.lexical, "calibrate": default.calibrate, "train": train}
-    assert dataclasses.replace(full, **same) == default
-
-
-def test_default_is_what_the_dataclasses_say_and_both_small_presets_are_anchored() -> None:
-    assert Config.preset("default") == Config()
+def test_default_is_what_the_dataclasses_say_with_tuning_and_calibration() -> None:
+    default, plain = Config.preset("default"), Config()
+    assert (default.tune.epochs > 0, default.lexical.training, default.calibrate.share) == (True, True, 0.1)
+    assert default.train.encoder_lr < plain.train.encoder_lr, "what was tuned moves slowly"
+    train = dataclasses.replace(default.train, encoder_lr=plain.train.encoder_lr)
+    same = {"tune": plain.tune, "lexical": plain.lexical, "calibrate": plain.calibrate, "train": train}
+    assert dataclasses.replace(default, **same) == plain
     for name in ("default", "fast"):
         assert Config.preset(name).model.anchor == "exact"
-    assert TrainConfig() == Config.preset("default").train
 
 
 def test_the_paper_model_from_end_to_end(tmp_path: Path) -> None:

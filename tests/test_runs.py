@@ -242,7 +242,7 @@ def test_an_ablation_changes_one_thing(row: str) -> None:
     asked = ["bash", "-c", f'{function[0]}\nsystem_of "$0"', row]
     spec = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     label, name = labelled(spec)
-    start = Config.preset("full")  # as the script starts from
+    start = Config.preset("default")  # as the script starts from
     start = dataclasses.replace(start, train=dataclasses.replace(start.train, alpha=0.5))
     settings, usual = flat(config_of(start, name).to_dict()), flat(start.to_dict())
     assert {field: value for field, value in settings.items() if value != usual[field]} == ABLATIONS[row]
