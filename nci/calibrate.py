@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,13 @@ from torch import Tensor
 
 from nci.anchors import TreeSum
 from nci.config import CalibrateConfig
-from nci.layers import StackCache
 from nci.model import NCIModel
-from nci.search import EncodedQueries, Engine
-from nci.trie import Trie
+from nci.search import Engine
+from nci.search.engine import Beam
 
 log = logging.getLogger("nci")
 
-_AT_ONCE = 2**24  # numbers per query and node that are computed together
+_AT_ONCE = 2**24  # numbers of the edges that are computed together
 _MOST = 4000  # queries: more make no difference
 _HELD = 2**27  # numbers per query and node that are kept; fitting needs a handful of their like
 
@@ -88,11 +87,15 @@ def withheld(doc_ids: Iterable[str], config: CalibrateConfig) -> set[str]:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything about some queries that the weights combine."""
+    """Everything about some queries that the weights combine. Children are those of the nodes on the way to the target."""
 
     dense: Tensor  # (queries, documents) cosine
     lexical: Tensor | None  # (queries, documents) as a share of the highest
-    residual: Tensor  # (queries, nodes) what the decoder says of the edge into each node
+    children: Tensor  # (queries, positions, fanout) nodes
+    residual: (
+        Tensor  # (queries, positions, fanout) what the decoder says of the edges into them; -inf where there is none
+    )
+    own: Tensor  # (queries, positions) which of them is on the way to the target; -1 behind its end
     targets: Tensor  # (queries,) leaves
     counts: Tensor  # (documents,) training queries of each, as floats
 
@@ -107,14 +110,24 @@ class Evidence:
         total = weights[0].exp() * self.dense + prior
         return total if self.lexical is None else total + weights[1].exp() * self.lexical
 
+    def log_probs(self, weights: Tensor, tree_sum: TreeSum) -> Tensor:
+        """log p of each query's target: (queries,); only the siblings along its path count."""
+        anchors = tree_sum(self.scores(weights)).gather(1, self.children.flatten(1)).view_as(self.residual)
+        there = self.residual > -torch.inf
+        logits = anchors + weights[3] * self.residual.masked_fill(~there, 0.0)
+        logits = logits.masked_fill(~there, -torch.inf)
+        chosen = logits.log_softmax(2).gather(2, self.own.clamp(min=0).unsqueeze(2)).squeeze(2)
+        return torch.where(self.own >= 0, chosen, 0.0).sum(1)
+
 
 @torch.no_grad()
 def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], counts: NDArray[np.integer]) -> Evidence:
     """Read some queries with a trained model, a few at a time; what is found stays on the model's device."""
     model, trie = engine.reference, engine.trie
     assert model.tables.vectors is not None
-    step = max(1, _AT_ONCE // max(trie.nodes * 8, 1))
-    dense, lexical, residual = [], [], []
+    leaves = torch.as_tensor(targets, device=model.device).long()
+    step = max(1, _AT_ONCE // (int(np.diff(trie.child_start).max()) * model.config.d_model))
+    dense, lexical, children, residual, own = [], [], [], [], []
     for start in range(0, len(texts), step):
         part = list(texts[start : start + step])
         queries = engine.encode(part)
@@ -122,83 +135,28 @@ def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], c
         asked = queries.vectors if stored is None else stored
         assert asked is not None
         dense.append(asked.float() @ model.tables.vectors.T)
-        residual.append(residuals(model, queries))
+        levels, _, path = model.path_children(
+            model.memories(queries.states),
+            queries.mask[:, None, None, :].bool(),
+            leaves[start : start + step],
+            queries.vectors,
+            positions=trie.positions,
+        )
+        # Probabilities without the anchors: as logits, they are off by what all children of a node have in common.
+        residual.append(torch.stack([log_probs.float() for log_probs, _ in levels], dim=1))
+        children.append(torch.stack([child for _, child in levels], dim=1))
+        own.append(torch.where(path >= 0, path - children[-1][:, :, 0], -1))
         if engine.lexical is not None:
             lexical.append(torch.as_tensor(engine.lexical.normalised(part), device=model.device))
     return Evidence(
         torch.cat(dense),
         torch.cat(lexical) if lexical else None,
+        torch.cat(children),
         torch.cat(residual),
-        torch.as_tensor(targets, device=model.device).long(),
+        torch.cat(own),
+        leaves,
         torch.as_tensor(counts, device=model.device).float(),
     )
-
-
-@torch.no_grad()
-def residuals(model: NCIModel, queries: EncodedQueries) -> Tensor:
-    """What the decoder adds to the logit of every edge: (queries, nodes); the decoder runs once per inner node."""
-    trie, tables, device = model.tables.trie, model.tables, queries.states.device
-    batch = len(queries.states)
-    memories, mask = model.memories(queries.states), queries.mask[:, None, None, :].bool()
-    inner = np.diff(trie.child_start) > 0
-    place = np.cumsum(inner) - 1  # (nodes,) in the order in which inner nodes enter the cache
-    out = torch.zeros(batch, trie.nodes, device=device)
-    cache = StackCache()
-    for level in range(trie.positions):
-        start, stop = trie.level_start[level : level + 2]
-        nodes = np.arange(start, stop)[inner[start:stop]]
-        if not len(nodes):
-            break
-        paths = [nodes]
-        for _ in range(level):
-            paths.append(trie.parent[paths[-1]].astype(np.int64))
-        path = torch.as_tensor(np.stack(paths[::-1], axis=1), device=device).long()  # (nodes of the level, level + 1)
-        ancestors = torch.as_tensor(place[path.cpu().numpy()], device=device)
-        tokens = tables.token[path]
-        inputs = model.embedding(tokens[:, -1]).expand(batch, -1, -1)
-        h = model.decoder.step(inputs, ancestors.expand(batch, -1, -1), cache, memories, mask)
-        adapter = model.adapter_states(tokens)
-        edges, child, real = model.child_edges(path[:, -1], adapter[:, -1] if adapter is not None else None, level)
-        logits = torch.einsum("brd,rfd->brf", model.head.project(h), edges)
-        out[:, child[real]] = logits[:, real].float()
-    return out if model.head.bias is None else out + model.head.bias
-
-
-class Paths:
-    """The softmax along the tree as a function of the weights."""
-
-    def __init__(self, trie: Trie, device: torch.device | str = "cpu") -> None:
-        self.sum = TreeSum(trie).to(device)
-        self.trie = trie
-        self.parent = torch.tensor(trie.parent, device=device).long()
-        self.parent[0] = 0
-        self.nodes = torch.tensor(
-            trie.path_nodes, device=device
-        ).long()  # (documents, positions + 1), -1 behind the end
-
-    def log_probs(self, evidence: Evidence, weights: Tensor) -> Tensor:
-        """log p(c | parent) of every node: (queries, nodes); 0 at the root."""
-        logits = self.sum(evidence.scores(weights)) + weights[3] * evidence.residual
-        siblings = self.parent.expand(len(logits), -1)[:, 1:]
-        below = logits[:, 1:]
-        empty = logits.new_full(logits.shape, -torch.inf)
-        peak = empty.scatter_reduce(1, siblings, below.detach(), "amax")
-        peak = torch.where(peak.isinf(), 0.0, peak)
-        total = torch.zeros_like(peak).scatter_add(1, siblings, (below - peak.gather(1, siblings)).exp())
-        normaliser = peak + total.clamp(min=1e-30).log()
-        return torch.cat([logits[:, :1] * 0, below - normaliser.gather(1, siblings)], dim=1)
-
-    def documents(self, log_probs: Tensor) -> Tensor:
-        """log p(d): (queries, documents)."""
-        out = log_probs.new_zeros(len(log_probs), len(self.nodes))
-        for column in self.nodes.T[1:]:
-            out += torch.where(column >= 0, log_probs[:, column.clamp(min=0)], 0.0)
-        return out
-
-    def of_targets(self, log_probs: Tensor, targets: Tensor) -> Tensor:
-        """log p of each query's own document: (queries,)."""
-        path = self.nodes[targets][:, 1:]
-        return torch.where(path >= 0, log_probs.gather(1, path.clamp(min=0)), 0.0).sum(1)
 
 
 def fit(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], counts: NDArray[np.integer]) -> Calibration:
@@ -212,7 +170,7 @@ def fit(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], coun
     chosen = np.random.default_rng(0).permutation(len(texts))[: max(1, min(_MOST, _HELD // engine.trie.nodes))]
     evidence = gather(engine, [texts[i] for i in chosen], np.asarray(targets)[chosen], counts)
     device = evidence.dense.device
-    paths = Paths(engine.trie, device)
+    tree_sum = TreeSum(engine.trie).to(device)
     new = evidence.unseen[evidence.targets] > 0  # (queries,)
     share = torch.where(new, 0.5 / new.sum().clamp(min=1), 0.5 / (~new).sum().clamp(min=1))
     assert engine.model.anchor_weights is not None
@@ -222,7 +180,7 @@ def fit(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], coun
 
     def loss() -> Tensor:
         optimiser.zero_grad()
-        own = paths.of_targets(paths.log_probs(evidence, weights), evidence.targets)
+        own = evidence.log_probs(weights, tree_sum)
         # As much as one query in all would say: it matters only where there are few.
         prior = (weights - start).square().sum() / (2 * len(own))
         value = prior - (own * share).sum()
@@ -232,13 +190,24 @@ def fit(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], coun
     optimiser.step(loss)  # type: ignore[arg-type, no-untyped-call]
     fitted = weights.detach()
     fitted[3] = fitted[3].clamp(min=0.0)
-    found: dict[str, Any] = {"queries": {"seen": int((~new).sum()), "unseen": int(new.sum())}}
-    for name, value in (("before", start), ("after", fitted)):
-        first = paths.documents(paths.log_probs(evidence, value)).argmax(1) == evidence.targets
-        found[name] = {"seen": _share(first[~new]), "unseen": _share(first[new])}
     kappa, lexical, unseen, residual, popular = (float(x) for x in [*fitted[:2].exp(), *fitted[2:]])
-    return Calibration(kappa, lexical, unseen, residual, popular, found)
+    return Calibration(kappa, lexical, unseen, residual, popular)
 
 
-def _share(found: Tensor) -> float:
-    return round(float(found.float().mean()), 4) if len(found) else 0.0
+def found_first(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], beam: Beam) -> NDArray[np.bool_]:
+    """(texts,) whether a search puts the leaf that each text should find first."""
+    rankings = engine.search(list(texts), k=1, beam=beam)
+    return np.array([ranking.documents[0] == leaf for ranking, leaf in zip(rankings, targets, strict=True)])
+
+
+def compared(
+    calibration: Calibration, before: NDArray[np.bool_], after: NDArray[np.bool_], new: NDArray[np.bool_]
+) -> Calibration:
+    """The calibration with what it changed: of some queries, whether their documents were found and are, and are unseen."""
+    kinds = {"seen": ~new, "unseen": new}
+    found: dict[str, Any] = {"queries": {kind: int(chosen.sum()) for kind, chosen in kinds.items()}}
+    for name, first in (("before", before), ("after", after)):
+        found[name] = {
+            kind: round(float(first[chosen].mean()), 4) if chosen.any() else 0.0 for kind, chosen in kinds.items()
+        }
+    return replace(calibration, found=found)

@@ -232,22 +232,21 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
             logits = logits + (anchors.gather(1, child) if query is None else anchors[query.unsqueeze(1), child])
         return logits.masked_fill(~real, -torch.inf).log_softmax(-1), child, real
 
-    def path_log_probs(
+    def path_children(
         self,
         memories: list[tuple[Tensor, Tensor]],
         mask: Tensor,
         documents: Tensor,
         query_vectors: Tensor | None,
-        anchors: Tensor | None,
+        anchors: Tensor | None = None,
         closed: Tensor | None = None,
         positions: int | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """log p(r_i | q, prefix) along each row's path, the decoder states h_i, and which positions are in use."""
+    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
+        """log p of all children of the nodes along each row's path, and these children, per level; states h_i; the path."""
         nodes = self.tables.path_nodes[documents]  # (rows, positions + 1)
         nodes = nodes[:, : 1 + (positions or int((nodes > 0).sum(1).max()))]
         target = nodes[:, 1:]
-        real = target >= 0
-        prefix = torch.where(real, nodes[:, :-1], 0)  # an ended id goes on at the root, masked later
+        prefix = torch.where(target >= 0, nodes[:, :-1], 0)  # an ended id goes on at the root, masked later
         tokens = self.tables.token[prefix]
         h = self.decoder(self.embedding(tokens), memories, mask)
         rows = torch.arange(len(nodes), device=h.device)
@@ -258,7 +257,7 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
             _, group = torch.unique(prefix.max(1).values, return_inverse=True)
             a = self.adapter_states(tokens[_first(group)])
         out = []
-        for level in range(real.shape[1]):
+        for level in range(target.shape[1]):
             owner: Tensor | None
             if level == 0 and self.config.adapter_start == "learned":  # all are at the root
                 distinct, owner, first = prefix[:1, 0], torch.zeros_like(rows), rows[:1]
@@ -273,6 +272,26 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
             log_probs, child, _ = self.child_log_probs(
                 h[:, level], distinct, owner, adapter, level, anchors, closed=closed
             )
+            out.append((log_probs, child))
+        return out, h, target
+
+    def path_log_probs(
+        self,
+        memories: list[tuple[Tensor, Tensor]],
+        mask: Tensor,
+        documents: Tensor,
+        query_vectors: Tensor | None,
+        anchors: Tensor | None,
+        closed: Tensor | None = None,
+        positions: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """log p(r_i | q, prefix) along each row's path, the decoder states h_i, and which positions are in use."""
+        levels, h, target = self.path_children(
+            memories, mask, documents, query_vectors, anchors, closed=closed, positions=positions
+        )
+        real = target >= 0
+        out = []
+        for level, (log_probs, child) in enumerate(levels):
             slot = (target[:, level] - child[:, 0]).clamp(min=0)
             chosen = log_probs.gather(1, slot.unsqueeze(1)).squeeze(1)
             out.append(torch.where(real[:, level], chosen, 0.0))

@@ -19,15 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nci import store
 from nci.assembly import Assembly
-from nci.calibrate import Calibration, fit, withheld
+from nci.calibrate import Calibration, compared, fit, found_first, withheld
 from nci.config import Config, content_key
 from nci.corpus import Source, fingerprint, open_dataset, read_documents, write_documents
 from nci.errors import ConfigError, IndexCorruptError, IndexNotFoundError
 from nci.evaluate import check_metric
-from nci.making import Making, Stages
+from nci.making import Made, Making, Stages
 from nci.model import NCIModel
 from nci.pack import DocumentFile, Parts, write_generation
 from nci.plots import learning_curve
@@ -37,6 +38,8 @@ from nci.training_data import TrainingData, TrainingQueries, training_data
 from nci.tree import Tree
 
 log = logging.getLogger("nci")
+
+_SEARCHED = 1000  # withheld queries that are searched to say what calibration changed
 
 
 def build(
@@ -175,8 +178,7 @@ def _calibrate(
             asked = [(query.text, rows[0]) for query, rows in data.all_dev] + held
             leaves = made.assembly.leaf_of_row[[row for _, row in asked]]
             counts = made.assembly.counts([row for _, row in fold.real])
-            engine = made.assembly.engine(made.model)
-            found = fit(engine, [text for text, _ in asked], leaves, counts)
+            found = _fitted(made, [text for text, _ in asked], leaves, counts)
             file.parent.mkdir(exist_ok=True)
             staged = file.with_suffix(".tmp")
             staged.write_text(json.dumps(asdict(found)), encoding="utf-8")
@@ -186,6 +188,18 @@ def _calibrate(
     calibration = Calibration(**json.loads(file.read_text(encoding="utf-8")))
     log.info("%-10s %s", "calibrate", calibration)
     return calibration
+
+
+def _fitted(made: Made, texts: list[str], leaves: NDArray[np.int64], counts: NDArray[np.int64]) -> Calibration:
+    """The weights for a build, and how many of some of the texts it finds with and without them; changes its model."""
+    beam, few = made.assembly.config.search.beam, np.random.default_rng(1).permutation(len(texts))[:_SEARCHED]
+    some, wanted = [texts[i] for i in few], leaves[few]
+    engine = made.assembly.engine(made.model)
+    calibration = fit(engine, texts, leaves, counts)
+    before = found_first(engine, some, wanted, beam)
+    calibration.apply(made.model)
+    engine = replace(made.assembly, bias=calibration.bias(counts)).engine(made.model)
+    return compared(calibration, before, found_first(engine, some, wanted, beam), counts[wanted] == 0)
 
 
 def _documents_stage(source: Source, out: Path, stages: Stages, config: Config) -> tuple[DocumentFile, str]:

@@ -13,7 +13,8 @@ import torch
 from tiny import Workshop, make_workshop, tiny_config
 
 from nci import pipeline, store
-from nci.calibrate import Calibration, Evidence, Paths, fit, gather, withheld
+from nci.anchors import TreeSum
+from nci.calibrate import Calibration, Evidence, compared, fit, found_first, gather, withheld
 from nci.config import CalibrateConfig
 from nci.index import Index
 from nci.pipeline import build
@@ -59,19 +60,24 @@ def engine_of(shop: Workshop, encoder: Path, bias: Any = None) -> Engine:
 TEXTS = ["apple item0", "red pear", "a long way to the banana item7", "item3", "cherry"]
 
 
-def test_the_evidence_gives_the_probabilities_of_the_model(engine: Engine) -> None:
-    documents = engine.trie.documents
-    evidence = gather(engine, TEXTS, np.zeros(len(TEXTS), int), np.ones(documents, int))
+def start_of(engine: Engine) -> torch.Tensor:
     assert engine.model.anchor_weights is not None
-    weights = torch.cat([engine.model.anchor_weights.detach(), torch.tensor([0.0, 1.0, 0.0])])
-    paths = Paths(engine.trie)
-    log_probs = paths.log_probs(evidence, weights)
-    found = paths.documents(log_probs)
+    return torch.cat([engine.model.anchor_weights.detach(), torch.tensor([0.0, 1.0, 0.0])])
+
+
+def all_log_probs(engine: Engine, weights: torch.Tensor, counts: Any) -> torch.Tensor:
+    """log p of every document, (texts, documents), one target after the other."""
+    found = []
+    for leaf in range(engine.trie.documents):
+        evidence = gather(engine, TEXTS, np.full(len(TEXTS), leaf), counts)
+        found.append(evidence.log_probs(weights, TreeSum(engine.trie)))
+    return torch.stack(found, dim=1)
+
+
+def test_the_evidence_gives_the_probabilities_of_the_model(engine: Engine) -> None:
+    found = all_log_probs(engine, start_of(engine), np.ones(engine.trie.documents, int))
     torch.testing.assert_close(found, score_all(engine.reference, engine.encode(TEXTS)), atol=1e-3, rtol=1e-4)
     torch.testing.assert_close(found.exp().sum(1), torch.ones(len(TEXTS)), atol=1e-4, rtol=0)
-    targets = torch.tensor([0, 5, 9, 2, documents - 1])
-    own = found.gather(1, targets[:, None]).squeeze(1)
-    torch.testing.assert_close(paths.of_targets(log_probs, targets), own)
 
 
 def test_few_queries_at_a_time_change_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +99,6 @@ def test_the_constant_raises_documents_without_queries(engine: Engine) -> None:
     found = fit(engine, texts, np.concatenate([new, old]), counts)
     lead = found.popular * np.log(2)
     assert found.unseen - lead > 0.3
-    assert found.found["queries"] == {"seen": 40, "unseen": 40}
     assert found.bias(counts).tolist() == [pytest.approx(lead if each else found.unseen) for each in seen]
 
 
@@ -138,10 +143,7 @@ def test_an_applied_calibration_searches_as_it_was_fitted(
 
     counts = np.arange(engine.trie.documents) % 3
     calibration = Calibration(kappa=7.0, lexical=2.5, unseen=1.5, residual=0.4, popular=0.7)
-    evidence = gather(engine, TEXTS, np.zeros(len(TEXTS), int), counts)
-    weights = torch.tensor([np.log(7.0), np.log(2.5), 1.5, 0.4, 0.7], dtype=torch.float32)
-    paths = Paths(engine.trie)
-    wanted = paths.documents(paths.log_probs(evidence, weights))
+    wanted = all_log_probs(engine, torch.tensor([np.log(7.0), np.log(2.5), 1.5, 0.4, 0.7]).float(), counts)
     changed = dataclasses.replace(shop, model=copy.deepcopy(shop.model))
     calibration.apply(changed.model)
     other = engine_of(changed, encoder, bias=calibration.bias(counts))
@@ -160,7 +162,10 @@ def test_what_is_withheld_depends_on_ids_and_seed_alone() -> None:
 
 
 def test_evidence_without_a_lexical_part() -> None:
-    evidence = Evidence(torch.ones(1, 2), None, torch.zeros(1, 3), torch.zeros(1).long(), torch.tensor([1.0, 0.0]))
+    none = torch.zeros(1, 1, 2)
+    evidence = Evidence(
+        torch.ones(1, 2), None, none.long(), none, none[0].long(), none[0, 0].long(), torch.tensor([1.0, 0.0])
+    )
     assert evidence.scores(torch.tensor([0.0, 9.0, 2.0, 1.0, 0.0])).tolist() == [[1.0, 3.0]]
 
 
@@ -272,6 +277,22 @@ def test_without_enough_nothing_is_fitted(
     assert "calibration" not in store.read_manifest(generation)["report"]
     assert not (generation / "bias.npy").exists()
     assert any(said in record.getMessage() for record in caplog.records)
+
+
+def test_what_is_found_first_before_and_after(engine: Engine) -> None:
+    best = np.array([ranking.documents[0] for ranking in engine.search(TEXTS, k=1, beam=50)])
+    asked = best.copy()
+    asked[1] += 1
+    before = found_first(engine, TEXTS, asked, beam=50)
+    assert before.tolist() == [True, False, True, True, True]
+    made = compared(Calibration(1, 1, 0, 1), before, ~before, np.array([True, True, False, False, False]))
+    assert made.found == {
+        "queries": {"seen": 3, "unseen": 2},
+        "before": {"seen": 1.0, "unseen": 0.5},
+        "after": {"seen": 0.0, "unseen": 0.5},
+    }
+    nothing = compared(Calibration(1, 1, 0, 1), before, before, np.zeros(5, bool)).found
+    assert nothing["after"]["unseen"] == 0.0
 
 
 def test_what_was_found_reads_as_a_line() -> None:
