@@ -192,7 +192,10 @@ class Index:
         return "\n".join(lines)
 
     def system(self, name: str) -> Index:
-        """The same index as another system: "untrained" as before training, "zeroed" without its generative part."""
+        """The same index as another system: "untrained" as before training, "zeroed" without its generative part.
+
+        Calibrated weights stay: both are asked at the same operating point.
+        """
         if name == "trained":
             return self
         other = copy.copy(self)
@@ -212,8 +215,14 @@ class Index:
         vectors = self.vectors()
         order = np.arange(len(self), dtype=np.int64)
         lexical = self.engine.lexical
-        assembly = Assembly(self.config, self.trie, model.config.values, order, vectors, encoder, encoder, lexical)
-        return assembly.engine(assembly.model(device=self.engine.device))
+        bias = self.engine.vectors.bias if self.engine.vectors is not None else None
+        assembly = Assembly(
+            self.config, self.trie, model.config.values, order, vectors, encoder, encoder, lexical, bias
+        )
+        fresh = assembly.model(device=self.engine.device)
+        if bias is not None and model.anchor_weights is not None:
+            fresh.anchor_weights = model.anchor_weights
+        return assembly.engine(fresh)
 
     def vectors(self) -> NDArray[np.float32]:
         """Vectors of the documents, in the order of `doc_ids`: (documents, width)."""

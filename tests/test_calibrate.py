@@ -195,6 +195,11 @@ def test_an_index_is_calibrated_on_what_a_first_build_has_not_seen(
         assert value == pytest.approx(found["popular"] * np.log1p(times) if times else found["unseen"], abs=1e-6)
     assert index.verify(2) == []
     assert index.system("zeroed").search("apple item0", k=3)
+    before = index.system("untrained")
+    assert before.engine.model.anchor_weights is not None
+    assert before.engine.model.anchor_weights.exp().tolist() == pytest.approx([kappa, lexical])
+    assert before.engine.vectors is not None
+    assert np.array_equal(before.engine.vectors.bias, bias)  # type: ignore[arg-type]
     assert not (out / "build" / "calibrate").exists()
     assert sum("embed" in record.getMessage() for record in caplog.records if "in " in record.getMessage()) == 1
     caplog.clear()
