@@ -41,11 +41,18 @@ def index(args: Namespace) -> int:
         print(yaml.safe_dump(config.to_dict(), sort_keys=False), end="")
         return 0
     from nci.pipeline import build
-    from nci.querygen import read_generated
 
     started = time.monotonic()
-    generated = read_generated(Path(args.generated)) if args.generated else ()
-    build(args.corpus_source, args.out, config, generated=generated, engine=args.engine, device=args.device)
+    generated, held_out = _generated(args, config)
+    build(
+        args.corpus_source,
+        args.out,
+        config,
+        generated=generated,
+        held_out=held_out,
+        engine=args.engine,
+        device=args.device,
+    )
     if int(os.environ.get("RANK", "0")) == 0:
         log.info(
             '%-10s %s in %.1f s; search it with: nci search %s "..."',
@@ -55,6 +62,30 @@ def index(args: Namespace) -> int:
             args.out,
         )
     return 0
+
+
+def _generated(args: Namespace, config: Config) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """The generated queries that an index trains on, and those for its calibration."""
+    from nci.pipeline import make_place
+    from nci.querygen import read_generated
+
+    if args.generated != "auto":
+        return (read_generated(Path(args.generated)) if args.generated else []), []
+    from nci.corpus import open_dataset
+    from nci.recipe import QueryGenConfig, Recipe
+    from nci.training_data import split_pairs
+    from nci.workbench import Workbench
+
+    dataset = open_dataset(args.corpus_source)
+    if dataset is None or not split_pairs(dataset, "train"):
+        raise ConfigError(
+            f"--generated auto needs queries to learn from, and {args.corpus_source} has no qrels/train.tsv; "
+            "nci querygen --generator takes a model that has learned"
+        )
+    make_place(Path(args.out))
+    recipe = Recipe(QueryGenConfig(per_document=config.pairs.generated_queries), encoder=config.embed.encoder)
+    bench = Workbench(dataset, Path(args.out) / "build", config, generated_from=recipe, device=args.device)
+    return bench.generated, bench.held_out(config.calibrate)
 
 
 def search(args: Namespace) -> int:

@@ -74,7 +74,8 @@ def index(argv: Sequence[str]) -> ArgumentParser:
         "--generated",
         metavar="FILE",
         default=None,
-        help="Generated queries to train on, too, as nci querygen writes them.",
+        help="Generated queries to train on, too, as nci querygen writes them; auto makes them first, with a generator "
+        "trained on the training queries (two where the index is calibrated).",
     )
     parser.add_argument("--on-error", default=None, help="What to do with a bad line: fail (default) or skip.")
     parser.add_argument("--id-field", default=None, help="Column of the ids.")

@@ -68,11 +68,7 @@ def build(
     """
     out, device = Path(out), check_device(device)
     check_metric(config.train.metric)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        _check_place(out)
-    except OSError as error:
-        raise ConfigError(f"-o {out}: no folder can be made there: {error.strerror}") from error
+    make_place(out)
     first = int(os.environ.get("RANK", "0")) == 0  # under torchrun one process writes, all train
     with store.writer_lock(out) if first else nullcontext():
         stages = Stages(out / "build") if shared is None else Stages(Path(shared), shared=True, training=out / "build")
@@ -92,9 +88,13 @@ def build(
     return live
 
 
-def _check_place(out: Path) -> None:
-    """Refuse a folder that holds other things: whoever deletes or sends an index means the whole folder."""
-    names = sorted(path.name for path in out.iterdir() if not path.name.startswith("."))
+def make_place(out: Path) -> None:
+    """A folder for an index; one with other things is refused: who deletes or sends an index means the whole folder."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        names = sorted(path.name for path in out.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        raise ConfigError(f"-o {out}: no folder can be made there: {error.strerror}") from error
     if names and not ({"CURRENT", "LOCK", "build"} & set(names) or any(n.startswith("generation-") for n in names)):
         more = ", ..." if len(names) > 3 else ""
         raise ConfigError(f"-o {out}: the folder holds other files ({', '.join(names[:3])}{more}); name a new one")

@@ -51,6 +51,49 @@ Nci = Callable[..., tuple[int, str, str]]
 # Index, search, evaluate, verify
 
 
+@pytest.mark.slow
+def test_queries_are_generated_before_an_index_is_built(
+    run: Nci, encoder: Path, beir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a generator for the index, and by one for its calibration that has not seen what is withheld."""
+    out, asked = tmp_path / "my.index", []
+
+    def make(documents: Any, pairs: list[Any], *, out: Path, recipe: Any, device: str) -> None:
+        asked.append((len(pairs), recipe.settings.per_document, recipe.encoder))
+        write_lines(out / "queries.jsonl", [{"doc_id": "d0", "query": f"learned from {len(pairs)}"}])
+
+    monkeypatch.setattr("nci.workbench.make_queries", make)
+    flags = tiny_flags(encoder, calibrate={"share": 0.4, "least": 4}, pairs={"generated_queries": 7})
+    command = ("index", beir, "-o", out, "--preset", "fast", *flags, "--generated")
+    code, _, err = run(*command, "auto")
+    assert code == 0, err
+    (whole, *rest), (fold, *same) = asked
+    assert rest == same == [7, str(encoder)]
+    assert fold < whole
+    assert store.read_manifest(Index(out).generation)["report"]["pairs"]["generated"] == 1
+    assert run(*command, "auto")[0] == 0
+    assert len(asked) == 2, "a second call finds them"
+
+
+def test_queries_cannot_be_generated_without_any_to_learn_from(run: Nci, encoder: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("apple")
+    code, _, err = run("index", texts, "-o", tmp_path / "my.index", *tiny_flags(encoder), "--generated", "auto")
+    assert (code, len(err.splitlines())) == (1, 1)
+    assert "--generated auto needs queries to learn from" in err
+    assert not (tmp_path / "my.index").exists()
+
+
+def test_a_data_set_is_no_place_for_an_index(run: Nci, encoder: Path, beir: Path) -> None:
+    before = sorted(beir.rglob("*"))
+    for generated in ([], ["--generated", "auto"]):
+        code, _, err = run("index", beir, "-o", beir, *tiny_flags(encoder), *generated)
+        assert (code, len(err.splitlines())) == (1, 1)
+        assert "holds other files" in err
+    assert sorted(beir.rglob("*")) == before
+
+
 def test_from_files_to_hits(ok: Callable[..., str], run: Nci, encoder: Path, beir: Path, tmp_path: Path) -> None:
     out = tmp_path / "my.index"
     code, printed, err = run("index", beir, "-o", out, "--preset", "fast", *tiny_flags(encoder))
