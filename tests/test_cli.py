@@ -522,7 +522,8 @@ def test_a_mistake_is_one_line_and_an_exit_code(
     assert got == code, err
     assert "Traceback" not in out + err
     assert (str(names[said]) if said in names else said) in err
-    lines = [line for line in err.splitlines() if not line.startswith(("documents ", "embed ", "tree ", "lexical "))]
+    stages = ("documents ", "calibrate ", "embed ", "tree ", "lexical ")
+    lines = [line for line in err.splitlines() if not line.startswith(stages)]
     assert len(lines) == 1, err
     assert lines[0].startswith("nci")
     assert not (tmp_path / "out.index" / "CURRENT").exists()

@@ -62,7 +62,7 @@ def test_settings_come_after_what_the_name_changes() -> None:
         False,
         0.15,
     )
-    assert (pure.train.epochs, config_of(start, "nci-pure[train.epochs=3]").train.epochs) == (2 * start.train.epochs, 3)
+    assert (pure.train.epochs, config_of(start, "nci-pure[train.epochs=3]").train.epochs) == (6 * start.train.epochs, 3)
     assert config_of(start, "nci") == start
 
 
@@ -139,7 +139,7 @@ def test_search_without_the_tree(bench: Workbench) -> None:
     texts = [query.text for query in queries]
     wanted = within.search(texts, 5, mode="unconstrained")
     assert without.search(texts, 5) == wanted
-    assert without.search(texts[0], 5) == wanted[0]
+    assert [hit.doc_id for hit in without.search(texts[0], 5)] == [hit.doc_id for hit in wanted[0]]
     assert wanted != within.search(texts, 5)
     assert needs(bench, names[1], 0) == [(names[0], 0)]
 

@@ -202,6 +202,7 @@ def tiny_values(encoder: Path | str, **changes: Mapping[str, object]) -> dict[st
         "model": {"decoder_layers": 1, "heads": 2, "d_ff": 64, "head_rank": 4},
         "train": {"epochs": 1, "batch_size": 16, "decoder_lr": 2e-3, "evaluations": 1, "precision": "fp32"},
         "search": {"beam": 20, "precision": "fp32"},
+        "calibrate": {"share": 0.0},  # as the presets do, it would build twice
     }
     for section, fields in changes.items():
         values[section] = {**values.get(section, {}), **fields}
