@@ -72,7 +72,7 @@ class Assembly:
         torch.manual_seed(self.config.train.seed)
         model = fresh_model(self.config, self.trie, self.values, self.query_encoder, self.vectors.shape[1])
         seen = None if seen_rows is None else self.seen(seen_rows)
-        model.bind(self.trie, np.asarray(self.vectors, dtype=np.float32), seen)
+        model.bind(self.trie, np.asarray(self.vectors, dtype=np.float32), seen, self.bias)
         return model.to(device).eval()  # type: ignore[arg-type, no-any-return]
 
     def seen(self, rows: Sequence[int]) -> NDArray[np.bool_]:

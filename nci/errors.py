@@ -28,6 +28,10 @@ class MissingPackageError(NciError, ImportError):
     """An optional package is not installed; the message says which extra brings it."""
 
 
+class MemoryFullError(NciError):
+    """What is asked for does not fit into the memory that is left."""
+
+
 class IndexNotFoundError(NciError, FileNotFoundError):
     """The folder holds no index."""
 

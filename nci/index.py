@@ -220,8 +220,8 @@ class Index:
             self.config, self.trie, model.config.values, order, vectors, encoder, encoder, lexical, bias
         )
         fresh = assembly.model(device=self.engine.device)
-        if bias is not None and model.anchor_weights is not None:
-            fresh.anchor_weights = model.anchor_weights
+        if bias is not None and fresh.anchor_weights is not None and model.anchor_weights is not None:
+            fresh.anchor_weights.data.copy_(model.anchor_weights)
         return assembly.engine(fresh)
 
     def vectors(self) -> NDArray[np.float32]:

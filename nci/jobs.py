@@ -25,9 +25,10 @@ from tqdm import tqdm
 
 from nci.compare import Task, check_names, judged, ranked, ranking_file
 from nci.console import set_up_logging
-from nci.errors import NciError
+from nci.errors import MemoryFullError, NciError
 from nci.mps import end_with_parent, shared_gpu
 from nci.records import Query
+from nci.search.engine import is_out_of_memory
 from nci.systems import SHARED, make, needs, seeds_of
 from nci.workbench import Workbench
 
@@ -137,8 +138,10 @@ def _run(bench: Workbench, tasks: Mapping[Task, Files], finished: set[Task], job
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 error = future.exception()
                 reason = str(error) or type(error).__name__
-                if isinstance(error, BrokenProcessPool | torch.OutOfMemoryError):
-                    reason = DIED if isinstance(error, BrokenProcessPool) else FULL
+                if isinstance(error, BrokenProcessPool):
+                    reason = DIED
+                elif error is not None and (isinstance(error, MemoryFullError) or is_out_of_memory(error)):
+                    reason = FULL
                 ended[running.pop(future)] = reason if error is not None else None
     except KeyboardInterrupt:
         for process in list(pool._processes.values()):
@@ -167,16 +170,18 @@ def _check_parent() -> None:
 def _work(bench: Workbench, task: Task, files: Files) -> None:
     _check_parent()
     name, seed = task
-    if name in SHARED:
-        SHARED[name](bench)
-    elif not files:
-        make(bench, name, seed)
-    for file, (split, queries) in files.items():
-        ranked(bench, task, split, queries, file, timed=False)
-    bench.made.clear()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what this process has cached would be missing in the others
+    try:
+        if name in SHARED:
+            SHARED[name](bench)
+        elif not files:
+            make(bench, name, seed)
+        for file, (split, queries) in files.items():
+            ranked(bench, task, split, queries, file, timed=False)
+    finally:
+        bench.made.clear()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what this process has cached would be missing in the others
 
 
 def _label(task: Task) -> str:

@@ -67,7 +67,7 @@ def shared_gpu(wanted: bool) -> Iterator[bool]:
 
 
 def _at_work(pipe: Path) -> bool:
-    """Whether a service listens there; one that has ended leaves its folder."""
+    """Whether a service listens there; one that has ended leaves its folder. One outside of a container is not seen."""
     try:
         os.kill(int((pipe / f"{CONTROL}.pid").read_text()), 0)
     except PermissionError:  # somebody else's

@@ -22,7 +22,7 @@ class Variant:
 
     Args:
         changes: Fields that differ, by section.
-        longer: Factor on the epochs: what has no anchor must learn everything.
+        longer: Factor on the epochs: what has no anchor must learn everything, and its encoder must move.
         system: What is searched: trained, untrained, zeroed; or unconstrained, which is trained and leaves the tree.
     """
 
@@ -31,14 +31,14 @@ class Variant:
     system: str = "trained"
 
 
+FREE_LR = 1e-4  # of an encoder without anchors, at least
 PURE: dict[str, dict[str, Any]] = {
     "model": {"anchor": "none", "content": False, "edge_bias": False},
-    "train": {"encoder_lr": 1e-4},  # with nothing but the network, its encoder must move
 }
 DSI: dict[str, dict[str, Any]] = {
     "model": {**PURE["model"], "head": "tied", "adapter_layers": 0, "normalise": "position"},
     "pairs": {"generated": 0.0, "spans": 0},
-    "train": {**PURE["train"], "alpha": 0.0, "spare_unseen": False},
+    "train": {"alpha": 0.0, "spare_unseen": False},
 }
 DSI_ATOMIC = {**DSI, "tree": {"ids": "atomic"}, "model": {**DSI["model"], "normalise": "children"}}
 INDEXES = {
@@ -140,6 +140,8 @@ def config_of(config: Config, name: str) -> Config:
     for section, fields in INDEXES[kind].changes.items():
         values[section] |= fields
     values["train"]["epochs"] *= INDEXES[kind].longer
+    if INDEXES[kind].longer > 1:
+        values["train"]["encoder_lr"] = max(values["train"]["encoder_lr"], FREE_LR)
     return changed(Config.from_dict(values), _settings(name), "--systems")
 
 

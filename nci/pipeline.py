@@ -34,6 +34,7 @@ from nci.pack import DocumentFile, Parts, write_generation
 from nci.plots import learning_curve
 from nci.records import Document
 from nci.runtime import check_device
+from nci.search.engine import is_query
 from nci.training_data import TrainingData, TrainingQueries, training_data
 from nci.tree import Tree
 
@@ -156,7 +157,8 @@ def _calibrate(
 ) -> Calibration | None:
     """Weights of the parts of the score, from a build that has not seen the queries of some documents."""
     config = making.config
-    if config.model.anchor != "exact" or config.model.adapter_start != "learned" or not data.real:
+    trains = bool(data.real and config.train.epochs)
+    if config.model.anchor != "exact" or config.model.adapter_start != "learned" or not trains:
         log.info(
             "%-10s left out: needs --model.anchor exact, --model.adapter_start learned, training queries", "calibrate"
         )
@@ -176,6 +178,7 @@ def _calibrate(
         made = making.make(inner, fold, stages)
         if int(os.environ.get("RANK", "0")) == 0:
             asked = [(query.text, rows[0]) for query, rows in data.all_dev] + held
+            asked = [(text, row) for text, row in asked if is_query(text)]
             leaves = made.assembly.leaf_of_row[[row for _, row in asked]]
             counts = made.assembly.counts([row for _, row in fold.real])
             found = _fitted(made, [text for text, _ in asked], leaves, counts)
@@ -192,14 +195,14 @@ def _calibrate(
 
 def _fitted(made: Made, texts: list[str], leaves: NDArray[np.int64], counts: NDArray[np.int64]) -> Calibration:
     """The weights for a build, and how many of some of the texts it finds with and without them; changes its model."""
-    beam, few = made.assembly.config.search.beam, np.random.default_rng(1).permutation(len(texts))[:_SEARCHED]
+    search, few = made.assembly.config.search, np.random.default_rng(1).permutation(len(texts))[:_SEARCHED]
     some, wanted = [texts[i] for i in few], leaves[few]
     engine = made.assembly.engine(made.model)
     calibration = fit(engine, texts, leaves, counts)
-    before = found_first(engine, some, wanted, beam)
+    before = found_first(engine, some, wanted, search)
     calibration.apply(made.model)
     engine = replace(made.assembly, bias=calibration.bias(counts)).engine(made.model)
-    return compared(calibration, before, found_first(engine, some, wanted, beam), counts[wanted] == 0)
+    return compared(calibration, before, found_first(engine, some, wanted, search), counts[wanted] == 0)
 
 
 def _documents_stage(source: Source, out: Path, stages: Stages, config: Config) -> tuple[DocumentFile, str]:

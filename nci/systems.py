@@ -167,7 +167,7 @@ def key(bench: Workbench, name: str, seed: int = 0) -> str:
     section = SECTION.get(kind)
     settings: Any = bench.settings[section] if section else None
     if kind in INDEXES:
-        settings = [config_of(bench.config, name).to_dict(), seed]
+        settings = [config_of(bench.config, name).to_dict(), seed, *CHANGED.get(kind, ())]
     elif name == "nci-ensemble":
         settings = [bench.config.to_dict(), bench.seeds]
     elif name in ("dense", "dense-hnsw"):
@@ -387,6 +387,7 @@ SECTION = {
     **{"bert-bruteforce": "dense", "bert-faiss": "dense", "knn": "knn", "seal": "seal", "rerank": "rerank"},
     **dict.fromkeys(("dpr", "ance", "ance-maxp"), "dual"),
 }
+CHANGED = {"nci-untrained": ["calibrated"]}  # what a name stood for before was another system
 NEED_PAIRS = {"bm25+trainq", "knn", "dpr", "ance", "ance-maxp", "seal", "dsi", "dsi-atomic", "nci-pure", "rerank"}
 NEED_GENERATED = {"bm25+qg", "bm25+qg50", "nci-qg50"}
 ASK_FOR_GENERATED = NEED_GENERATED | {"nci-noqg"}  # without them, nci-noqg would be nci under another name

@@ -57,7 +57,7 @@ def tune_encoder(
     Args:
         documents: The corpus.
         pairs: Real queries.
-        encoder: "minilm", a folder or a Hub name.
+        encoder: "minilm", "mpnet", a folder or a Hub name.
         out: Folder to write.
         config: How it is trained.
         embed: How the documents will be embedded: what is read of them, and how token vectors are pooled.

@@ -4,9 +4,9 @@
 #   runs/table.sh DATA_ROOT OUT              what the tables of the README are made with
 #   QUICK=1 runs/table.sh DATA_ROOT OUT      few systems, one seed, the preset fast: for two CPU cores
 #
-# OUT/NAME gets table.txt, table.json, table.tex, table.png and all that was built, OUT/summary.md R@1 of all. The same command takes up a killed run,
-# and where everything is there it only prints. `nci compare --help` explains the systems. PYTHON names the interpreter
-# that nci is installed for: PYTHON=venv/bin/python runs/table.sh DATA_ROOT OUT.
+# OUT/NAME gets table.txt, table.json, table.tex, table.png and all that was built, OUT/summary.md R@1 of all. The same command
+# takes up a killed run, and where everything is there it only prints. `nci compare --help` explains the systems. PYTHON names the
+# interpreter that nci is installed for: PYTHON=venv/bin/python runs/table.sh DATA_ROOT OUT.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python}

@@ -15,7 +15,7 @@ from tiny import Workshop, make_workshop, tiny_config
 from nci import pipeline, store
 from nci.anchors import TreeSum
 from nci.calibrate import Calibration, Evidence, compared, fit, found_first, gather, withheld
-from nci.config import CalibrateConfig
+from nci.config import CalibrateConfig, SearchConfig
 from nci.index import Index
 from nci.pipeline import build
 from nci.search import Engine
@@ -200,6 +200,12 @@ def test_an_index_is_calibrated_on_what_a_first_build_has_not_seen(
     assert before.engine.model.anchor_weights.exp().tolist() == pytest.approx([kappa, lexical])
     assert before.engine.vectors is not None
     assert np.array_equal(before.engine.vectors.bias, bias)  # type: ignore[arg-type]
+    assert len(set(bias.tolist())) > 1
+    for one in (index, before):
+        beam, exact = (one.search("red pear", k=60, beam=60, mode=mode) for mode in ("beam", "exhaustive"))  # type: ignore[arg-type]
+        assert [hit.doc_id for hit in beam] == [hit.doc_id for hit in exact]
+        assert [hit.score for hit in beam] == pytest.approx([hit.score for hit in exact], abs=1e-3)
+    assert before.engine.model.anchor_weights is not index.engine.model.anchor_weights
     assert not (out / "build" / "calibrate").exists()
     assert sum("embed" in record.getMessage() for record in caplog.records if "in " in record.getMessage()) == 1
     caplog.clear()
@@ -210,6 +216,14 @@ def test_an_index_is_calibrated_on_what_a_first_build_has_not_seen(
 def _asked(beir: Path, doc_id: str) -> int:
     rows = (beir / "qrels" / "train.tsv").read_text().splitlines()[1:]
     return sum(row.split("\t")[1] == doc_id for row in rows)
+
+
+def test_blank_queries_are_not_searched_for(tmp_path: Path, config: Any) -> None:
+    queries = [(f"apple item{number}", f"d{number}") for number in range(40)] + [("  ", f"d{n}") for n in range(40)]
+    documents = [{"id": f"d{number}", "text": f"apple item{number}"} for number in range(40)]
+    generation = build(documents, tmp_path / "my.index", config, queries=queries)
+    found = store.read_manifest(generation)["report"]["calibration"]["found"]["queries"]
+    assert 0 < found["seen"] + found["unseen"] <= 40
 
 
 @pytest.mark.slow
@@ -288,7 +302,7 @@ def test_what_is_found_first_before_and_after(engine: Engine) -> None:
     best = np.array([ranking.documents[0] for ranking in engine.search(TEXTS, k=1, beam=50)])
     asked = best.copy()
     asked[1] += 1
-    before = found_first(engine, TEXTS, asked, beam=50)
+    before = found_first(engine, TEXTS, asked, SearchConfig(beam=50))
     assert before.tolist() == [True, False, True, True, True]
     made = compared(Calibration(1, 1, 0, 1), before, ~before, np.array([True, True, False, False, False]))
     assert made.found == {

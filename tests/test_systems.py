@@ -62,7 +62,11 @@ def test_settings_come_after_what_the_name_changes() -> None:
         False,
         0.15,
     )
-    assert (pure.train.epochs, config_of(start, "nci-pure[train.epochs=3]").train.epochs) == (6 * start.train.epochs, 3)
+    longer = INDEXES["nci-pure"].longer * start.train.epochs
+    assert (pure.train.epochs, config_of(start, "nci-pure[train.epochs=3]").train.epochs) == (longer, 3)
+    slow, fast = (replace(start, train=replace(start.train, encoder_lr=rate)) for rate in (2e-5, 2e-4))
+    assert [config_of(each, "dsi").train.encoder_lr for each in (slow, fast)] == [1e-4, 2e-4]
+    assert config_of(slow, "nci").train.encoder_lr == 2e-5
     assert config_of(start, "nci") == start
 
 

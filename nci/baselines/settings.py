@@ -14,7 +14,7 @@ class DenseSettings:
     """Which encoder, and how two vectors are compared.
 
     Args:
-        encoder: "minilm", a folder, or a name on the Hugging Face Hub (a sentence-transformers or plain encoder).
+        encoder: "minilm", "mpnet", a folder, or a name on the Hugging Face Hub (a sentence-transformers or plain encoder).
         similarity: cosine, or dot for the inner product of the vectors as the encoder gives them.
         pooling: auto takes what the encoder's folder says, else mean; Condenser and its kin need cls.
         max_length: Word pieces of a text that are read.
@@ -42,7 +42,7 @@ class KnnSettings:
     """How queries are compared, and how the training queries of a document count together.
 
     Args:
-        encoder: "minilm", a folder, or a name on the Hugging Face Hub.
+        encoder: "minilm", "mpnet", a folder, or a name on the Hugging Face Hub.
         weighting: best takes the most similar training query of a document; softmax lets all of them count, by the
             share of a softmax over all training queries that falls to the document.
         temperature: Of the softmax; towards 0 it becomes best.
@@ -70,7 +70,7 @@ class DualSettings(ContrastSettings):
     """How a dual encoder is trained. With `refreshes=0` it is DPR, with more it is ANCE.
 
     Args:
-        encoder: "minilm", a folder or a Hub name; the folder of a trained one goes on from there (with epochs 0).
+        encoder: "minilm", "mpnet", a folder or a Hub name; the folder of a trained one goes on from there (with epochs 0).
         epochs: Passes over the pairs with the other documents of the batch as negatives.
         refreshes: How often hard negatives are mined afterwards, each time with the newest weights.
         refresh_epochs: Passes over the pairs after each mining.
@@ -168,7 +168,7 @@ class RerankSettings:
     """How a cross-encoder reads, and how it is trained.
 
     Args:
-        encoder: What training starts from: "minilm", a folder, or a name on the Hugging Face Hub.
+        encoder: What training starts from: "minilm", "mpnet", a folder, or a name on the Hugging Face Hub.
         depth: How many hits of the searcher are read, in search and to draw wrong documents from in training.
         max_length: Word pieces of query and document together.
         epochs: Passes over the pairs.

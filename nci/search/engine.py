@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nci.encoders import TextEncoder
-from nci.errors import ConfigError, DataError, NciError
+from nci.errors import ConfigError, DataError, MemoryFullError
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.runtime import one_thread_each
@@ -317,7 +317,7 @@ def in_pieces(
         if not is_out_of_memory(error):
             raise
         if len(texts) == 1:
-            raise NciError("one query needs more memory than there is; use a smaller --beam") from error
+            raise MemoryFullError("one query needs more memory than there is; use a smaller --beam") from error
     # Outside the handler: the error holds the frames, and with them the tensors that filled the memory.
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -327,7 +327,16 @@ def in_pieces(
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed; PyTorch has an error of its own for that on a GPU only."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
+    said = ("allocate memory", "out of memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in said)
+
+
+def is_query(text: str) -> bool:
+    """Whether a text can be searched for."""
+    try:
+        return bool(clean_query(text))
+    except DataError:
+        return False
 
 
 def clean_query(text: str) -> str:
