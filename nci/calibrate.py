@@ -89,9 +89,7 @@ class Evidence:
     dense: Tensor  # (queries, documents) cosine
     lexical: Tensor | None  # (queries, documents) as a share of the highest
     children: Tensor  # (queries, positions, fanout) nodes
-    residual: (
-        Tensor  # (queries, positions, fanout) what the decoder says of the edges into them; -inf where there is none
-    )
+    residual: Tensor  # (queries, positions, fanout) what the decoder says of these; -inf where there is none
     own: Tensor  # (queries, positions) which of them is on the way to the target; -1 behind its end
     targets: Tensor  # (queries,) leaves
     counts: Tensor  # (documents,) training queries of each, as floats
@@ -195,8 +193,8 @@ def found_first(
     engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], search: SearchConfig
 ) -> NDArray[np.bool_]:
     """(texts,) whether a search puts the leaf that each text should find first."""
-    options = {"length_penalty": search.length_penalty, "batch_size": search.batch_size}
-    rankings = engine.search(list(texts), k=1, beam=search.beam, **options)  # type: ignore[arg-type]
+    penalty, at_once = search.length_penalty, search.batch_size
+    rankings = engine.search(list(texts), k=1, beam=search.beam, length_penalty=penalty, batch_size=at_once)
     return np.array([ranking.documents[0] == leaf for ranking, leaf in zip(rankings, targets, strict=True)])
 
 

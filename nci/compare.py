@@ -220,9 +220,8 @@ def ranking_file(bench: Workbench, task: Task, queries: Sequence[Query], split: 
 
     name, seed = task
     found = content_key(key(bench, name, seed), split, [tuple(query) for query in queries], DEPTH)
-    return (
-        out / "runs" / f"{file_name(name)[:80]}-{seed}-{split}-{found}.trec"
-    )  # settings may be long, names of files not
+    short = file_name(name)[:80]  # settings may be long, names of files not
+    return out / "runs" / f"{short}-{seed}-{split}-{found}.trec"
 
 
 def kept_runs(bench: Workbench, name: str, split: str, out: Path) -> list[Run]:

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from nci.compare import Task, check_names, judged, ranked, ranking_file
 from nci.console import set_up_logging
-from nci.errors import MemoryFullError, NciError
+from nci.errors import NciError
 from nci.mps import end_with_parent, shared_gpu
 from nci.records import Query
 from nci.search.engine import is_out_of_memory
@@ -140,7 +140,7 @@ def _run(bench: Workbench, tasks: Mapping[Task, Files], finished: set[Task], job
                 reason = str(error) or type(error).__name__
                 if isinstance(error, BrokenProcessPool):
                     reason = DIED
-                elif error is not None and (isinstance(error, MemoryFullError) or is_out_of_memory(error)):
+                elif error is not None and is_out_of_memory(error):
                     reason = FULL
                 ended[running.pop(future)] = reason if error is not None else None
     except KeyboardInterrupt:

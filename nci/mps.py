@@ -21,9 +21,8 @@ CONTROL = "nvidia-cuda-mps-control"
 USUAL = Path("/tmp/nvidia-mps")  # where a service that somebody else began is found by itself
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent is gone
 _PATIENCE = 5.0  # seconds
-_prctl = getattr(
-    ctypes.CDLL(None), "prctl", None
-)  # only Linux has it; found here, since a forked process must not look
+# Only Linux has it. Found here, since a forked process must not look.
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:

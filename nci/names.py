@@ -32,9 +32,7 @@ class Variant:
 
 
 FREE_LR = 1e-4  # of an encoder without anchors, at least
-PURE: dict[str, dict[str, Any]] = {
-    "model": {"anchor": "none", "content": False, "edge_bias": False},
-}
+PURE: dict[str, dict[str, Any]] = {"model": {"anchor": "none", "content": False, "edge_bias": False}}
 DSI: dict[str, dict[str, Any]] = {
     "model": {**PURE["model"], "head": "tied", "adapter_layers": 0, "normalise": "position"},
     "pairs": {"generated": 0.0, "spans": 0},

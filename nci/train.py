@@ -75,10 +75,8 @@ def train(
     world = int(os.environ.get("WORLD_SIZE", "1"))
     steps = max(1, len(plan) // (config.accumulation * world))
     arguments = plan_arguments(config, out, steps, device, tensorboard=config.tensorboard)
-    on_gpu, alone = (
-        device.startswith("cuda"),
-        "LOCAL_RANK" not in os.environ,
-    )  # torchrun wraps the model, even one process
+    on_gpu = device.startswith("cuda")
+    alone = "LOCAL_RANK" not in os.environ  # torchrun wraps the model, even for one process
     dataset = PlanDataset(
         plan,
         leaf_of_document,

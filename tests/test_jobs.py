@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,22 +82,27 @@ def test_one_process_spawns_none(ok: Ok, beir: Path, flags: list[str], monkeypat
     ok("compare", beir, *flags, "--systems", "bm25", "--jobs", "1")
 
 
+def bench_that_fails(beir: Path, folder: Path, encoder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Workbench:
+    """A bench whose processes, and not this one, run some code before they import the module `name`."""
+    dataset = open_dataset(beir)
+    assert dataset is not None
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
+    (folder / "sitecustomize.py").write_text(
+        "import os, pathlib, sys\n"
+        "class Loader:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"{textwrap.indent(code, ' ' * 8)}\n"
+        "if 'spawn_main' in ' '.join(sys.orig_argv): sys.meta_path.insert(0, Loader())\n"
+    )
+    return Workbench(dataset, folder, tiny_config(encoder))
+
+
 @pytest.mark.slow
 def test_what_died_is_tried_again_alone(
     beir: Path, tmp_path: Path, encoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A system that kills its process, as one without memory would: it is named, and what does not need it is done."""
-    dataset = open_dataset(beir)
-    assert dataset is not None
-    bench = Workbench(dataset, tmp_path, tiny_config(encoder))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "class Loader:\n"
-        "    def find_spec(self, name, *_):\n"
-        "        if name == 'nci.baselines.dense_hnsw': os._exit(9)\n"
-        "if 'spawn_main' in ' '.join(sys.orig_argv): sys.meta_path.insert(0, Loader())\n"
-    )
+    bench = bench_that_fails(beir, tmp_path, encoder, monkeypatch, "if name == 'nci.baselines.dense_hnsw': os._exit(9)")
     names = ["bm25", "dense-hnsw", "rrf:bm25+dense-hnsw", "rrf:bm25+trainq+dense"]
     with pytest.raises(NciError, match=r"^dense-hnsw: its process died; .* is kept\)$"):
         rank_in_parallel(bench, names, ["test"], tmp_path, jobs=2)
@@ -109,21 +115,12 @@ def test_what_found_the_gpu_full_is_tried_again_alone(
     beir: Path, tmp_path: Path, encoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first time that dense search is made, others hold the memory; what is built on it is made as well."""
-    dataset = open_dataset(beir)
-    assert dataset is not None
-    bench = Workbench(dataset, tmp_path, tiny_config(encoder))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    (tmp_path / "sitecustomize.py").write_text(
-        "import pathlib, sys\n"
-        "class Loader:\n"
-        "    def find_spec(self, name, *_):\n"
-        f"        mark = pathlib.Path({str(tmp_path / 'mark')!r})\n"
-        "        if name == 'nci.baselines.dense' and not mark.exists():\n"
-        "            mark.touch()\n"
-        "            import torch\n"
-        "            raise torch.OutOfMemoryError('CUDA out of memory')\n"
-        "if 'spawn_main' in ' '.join(sys.orig_argv): sys.meta_path.insert(0, Loader())\n"
-    )
+    fails = f"""mark = pathlib.Path({str(tmp_path / "mark")!r})
+if name == 'nci.baselines.dense' and not mark.exists():
+    mark.touch()
+    import torch
+    raise torch.OutOfMemoryError('CUDA out of memory')"""
+    bench = bench_that_fails(beir, tmp_path, encoder, monkeypatch, fails)
     rank_in_parallel(bench, ["bm25", "dense", "rrf:bm25+dense"], ["test"], tmp_path, jobs=2)
     assert (tmp_path / "mark").exists()
     found = {path.name.rpartition("-0-test")[0] for path in (tmp_path / "runs").glob("*.json")}

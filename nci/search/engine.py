@@ -328,7 +328,8 @@ def in_pieces(
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed; PyTorch has an error of its own for that on a GPU only."""
     said = ("allocate memory", "out of memory", "ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in said)
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError | MemoryFullError)
+    return known or any(words in str(error) for words in said)
 
 
 def is_query(text: str) -> bool:
