@@ -23,6 +23,7 @@ from nci.evaluate import evaluate
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.model_config import NCIConfig
+from nci.pieces import PieceVectors
 from nci.records import Query
 from nci.search import Engine
 from nci.search.content import DocumentVectors
@@ -44,6 +45,7 @@ class Assembly:
         query_encoder: The encoder of the queries before training; often the same.
         lexical: Lexical scores in leaf order, where the content score has them.
         bias: (documents,) in leaf order, added to the content scores, where calibration found one.
+        pieces: Word pieces in leaf order, where the content score has late interaction.
     """
 
     config: Config
@@ -55,6 +57,7 @@ class Assembly:
     query_encoder: TextEncoder
     lexical: LexicalScores | None
     bias: NDArray[np.float32] | None = None
+    pieces: PieceVectors | None = None
 
     @cached_property
     def leaf_of_row(self) -> NDArray[np.int64]:
@@ -71,6 +74,7 @@ class Assembly:
         """A fresh model bound to the tree; `seen_rows` are documents with real queries, where unseen ones are spared."""
         torch.manual_seed(self.config.train.seed)
         model = fresh_model(self.config, self.trie, self.values, self.query_encoder, self.vectors.shape[1])
+        model.config.late = self.config.model.late if self.pieces is not None else 0.0
         seen = None if seen_rows is None else self.seen(seen_rows)
         model.bind(self.trie, np.asarray(self.vectors, dtype=np.float32), seen, self.bias)
         return model.to(device).eval()  # type: ignore[arg-type, no-any-return]
@@ -92,6 +96,8 @@ class Assembly:
             vectors=DocumentVectors(self.vectors, bias=self.bias),
             precision=self.config.search.precision,
             lexical=self.lexical,
+            pieces=self.pieces,
+            candidates=self.config.search.candidates,
             embedder=self.embedder if model.config.query_vector == "stored" else None,
             prompt=self.query_encoder.prompt("query"),
             max_length=self.query_length,

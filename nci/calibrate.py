@@ -1,9 +1,10 @@
 """Trained model + queries it has not seen -> the weights of the parts of its score.
 
 Training sees queries of some documents only, and weighs the parts as suits those. Here the queries of a tenth of the
-documents are withheld from a first build; afterwards five numbers are fitted on them and on `dev`, documents with and
-without training queries counting the same: the weights of dense and lexical similarity, a constant for documents without
-any query, what often asked ones are ahead of the others, and a factor on what the decoder says. Knows no stages and no files.
+documents are withheld from a first build; afterwards six numbers are fitted on them and on `dev`, documents with and
+without training queries counting the same: the weights of dense and lexical similarity and of late interaction, a constant
+for documents without any query, what often asked ones are ahead of the others, and a factor on what the decoder says. Knows
+no stages and no files.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Calibration:
         unseen: Added to the content score of documents without any training query.
         residual: Factor on the decoder's part of every logit.
         popular: Times log(1 + its training queries), added to the content score of every other document.
+        late: Weight of late interaction; 0 where there is none.
         found: R@1 of seen and unseen documents, before and after, and how many queries there were.
     """
 
@@ -47,10 +49,12 @@ class Calibration:
     unseen: float
     residual: float
     popular: float = 0.0
+    late: float = 0.0
     found: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        weights = f"dense {self.kappa:.2f}, BM25 {self.lexical:.2f}, decoder {self.residual:.2f}"
+        late = f", word pieces {self.late:.2f}" if self.late else ""
+        weights = f"dense {self.kappa:.2f}, BM25 {self.lexical:.2f}{late}, decoder {self.residual:.2f}"
         r1 = [
             f"{kind} {100 * self.found['before'][kind]:.1f} -> {100 * self.found['after'][kind]:.1f} ({count:,})"
             for kind, count in self.found.get("queries", {}).items()
@@ -62,6 +66,9 @@ class Calibration:
     def apply(self, model: NCIModel) -> None:
         """Give a trained model these weights; the constant is the documents' bias, see `bias`."""
         assert model.anchor_weights is not None
+        if model.config.late:  # which documents it compares stays as it was when the weights were fitted
+            model.config.chosen_by = model.anchor_weights.exp().tolist()
+            model.config.late = self.late
         model.anchor_weights.copy_(torch.tensor([self.kappa, self.lexical]).log())
         model.head.out.weight.mul_(self.residual)
         if model.head.bias is not None:
@@ -88,6 +95,7 @@ class Evidence:
 
     dense: Tensor  # (queries, documents) cosine
     lexical: Tensor | None  # (queries, documents) as a share of the highest
+    late: Tensor | None  # (queries, documents) above the worst candidate
     children: Tensor  # (queries, positions, fanout) nodes
     residual: Tensor  # (queries, positions, fanout) what the decoder says of these; -inf where there is none
     own: Tensor  # (queries, positions) which of them is on the way to the target; -1 behind its end
@@ -100,10 +108,14 @@ class Evidence:
         return (self.counts == 0).float()
 
     def scores(self, weights: Tensor) -> Tensor:
-        """Content scores (queries, documents); `weights`: log kappa, log lexical, constant, factor, lead of the popular."""
+        """Content scores (queries, documents).
+
+        `weights`: log kappa, log lexical, constant, factor, lead of the popular, log late.
+        """
         prior = weights[2] * self.unseen + weights[4] * self.counts.log1p()
         total = weights[0].exp() * self.dense + prior
-        return total if self.lexical is None else total + weights[1].exp() * self.lexical
+        total = total if self.lexical is None else total + weights[1].exp() * self.lexical
+        return total if self.late is None else total + weights[5].exp() * self.late
 
     def log_probs(self, weights: Tensor, tree_sum: TreeSum) -> Tensor:
         """log p of each query's target: (queries,); only the siblings along its path count."""
@@ -122,7 +134,7 @@ def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], c
     assert model.tables.vectors is not None
     leaves = torch.as_tensor(targets, device=model.device).long()
     step = max(1, min(_QUERIES, _AT_ONCE // (int(np.diff(trie.child_start).max()) * model.config.d_model)))
-    dense, lexical, children, residual, own = [], [], [], [], []
+    dense, lexical, late, children, residual, own = [], [], [], [], [], []
     for start in range(0, len(texts), step):
         part = list(texts[start : start + step])
         queries = engine.encode(part)
@@ -141,11 +153,14 @@ def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], c
         residual.append(torch.stack([log_probs.float() for log_probs, _ in levels], dim=1))
         children.append(torch.stack([child for _, child in levels], dim=1))
         own.append(torch.where(path >= 0, path - children[-1][:, :, 0], -1))
+        if queries.late is not None:
+            late.append(queries.late)
         if engine.lexical is not None:
             lexical.append(torch.as_tensor(engine.lexical.normalised(part), device=model.device))
     return Evidence(
         torch.cat(dense),
         torch.cat(lexical) if lexical else None,
+        torch.cat(late) if late else None,
         torch.cat(children),
         torch.cat(residual),
         torch.cat(own),
@@ -169,7 +184,9 @@ def fit(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], coun
     new = evidence.unseen[evidence.targets] > 0  # (queries,)
     share = torch.where(new, 0.5 / new.sum().clamp(min=1), 0.5 / (~new).sum().clamp(min=1))
     assert engine.model.anchor_weights is not None
-    start = torch.cat([engine.model.anchor_weights.detach().float().cpu(), torch.tensor([0.0, 1.0, 0.0])]).to(device)
+    late = engine.model.config.late if evidence.late is not None else 1.0
+    others = torch.tensor([0.0, 1.0, 0.0, np.log(late)])
+    start = torch.cat([engine.model.anchor_weights.detach().float().cpu(), others]).to(device)
     weights = start.clone().requires_grad_(True)
     optimiser = torch.optim.LBFGS([weights], max_iter=60, line_search_fn="strong_wolfe")
 
@@ -185,8 +202,10 @@ def fit(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], coun
     optimiser.step(loss)  # type: ignore[arg-type, no-untyped-call]
     fitted = weights.detach()
     fitted[3] = fitted[3].clamp(min=0.0)
-    kappa, lexical, unseen, residual, popular = (float(x) for x in [*fitted[:2].exp(), *fitted[2:]])
-    return Calibration(kappa, lexical, unseen, residual, popular)
+    kappa, lexical, unseen, residual, popular, late = (
+        float(x) for x in [*fitted[:2].exp(), *fitted[2:5], fitted[5].exp()]
+    )
+    return Calibration(kappa, lexical, unseen, residual, popular, late if evidence.late is not None else 0.0)
 
 
 def found_first(

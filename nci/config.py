@@ -16,15 +16,13 @@ from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from nci.errors import ConfigError
+from nci.network_sections import ModelConfig, PairsConfig, TrainConfig
 from nci.sections import (
     CalibrateConfig,
     CorpusConfig,
     EmbedConfig,
     LexicalConfig,
-    ModelConfig,
-    PairsConfig,
     SearchConfig,
-    TrainConfig,
     TreeConfig,
     TuneConfig,
     check,

@@ -9,23 +9,27 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.lib.format import open_memmap
+from numpy.typing import NDArray
 
 from nci.config import EmbedConfig, content_key
 from nci.embedded import ENCODER_FILES
 from nci.encoders import TextEncoder, fetch_encoder
 from nci.errors import DataError
+from nci.pieces import encode_pieces, find_projection
 from nci.records import Document
 from nci.runtime import uses_bf16
 from nci.shards import Arrays, Shard, check_engine, map_shards, read_shard, rename_durably, report
 
 VERSION = 1
 """Part of every shard's key: raise it when equal settings begin to give other vectors."""
+
+_SAMPLE = 1024  # documents, the first ones, whose word pieces say how those of all are made smaller
 
 
 def embed_documents(
@@ -40,6 +44,7 @@ def embed_documents(
 ) -> np.ndarray[Any, Any]:
     """Write `out/vectors.npy` and return it memory-mapped, read only: (documents, width).
 
+    Where word pieces are kept too, `out/pieces` is a folder that `PieceVectors.load` reads.
     A rerun encodes only shards whose documents, settings or encoder have changed, or whose file is missing or damaged.
 
     Args:
@@ -54,18 +59,31 @@ def embed_documents(
     check_engine(engine)
     folder = fetch_encoder(config.encoder)
     settings = dataclasses.replace(config, encoder=fingerprint(folder))
+    key = content_key(VERSION, settings, dtype)
+    total = len(documents) if isinstance(documents, Sized) else None
+    projection = None
+    if config.pieces:
+        stream = iter(documents)
+        sample = list(islice(stream, _SAMPLE))
+        documents = chain(sample, stream)
+        projection, key = _projection(folder, config, [d.content for d in sample], out, key=key, device=device)
     files = map_shards(
-        _worker_maker(folder, config, device=device, dtype=dtype),
-        _shards(documents, config.shard_size, key=content_key(VERSION, settings, dtype)),
+        _worker_maker(folder, config, projection, device=device, dtype=dtype),
+        _shards(documents, config.shard_size, key=key),
         out / "shards",
         engine=engine,
         describe="embed" if progress else None,
         unit="doc",
-        total=len(documents) if isinstance(documents, Sized) else None,
+        total=total,
     )
     if not files:
         raise DataError("there are no documents to embed; give a corpus with at least one document")
-    return _assemble(files, out / "vectors.npy")
+    if projection is not None:
+        (out / "pieces").mkdir(exist_ok=True)
+        np.save(out / "pieces" / "projection.npy", projection, allow_pickle=False)
+        for name in ("codes", "lengths"):
+            _assemble(files, name, out / "pieces" / f"{name}.npy")
+    return _assemble(files, "vectors", out / "vectors.npy")
 
 
 def fingerprint(folder: Path) -> str:
@@ -77,18 +95,42 @@ def fingerprint(folder: Path) -> str:
     return content_key(hashes)
 
 
-def _worker_maker(folder: Path, config: EmbedConfig, *, device: str, dtype: str) -> Callable[[], Callable[..., Arrays]]:
+def _load(folder: Path, config: EmbedConfig, device: str) -> TextEncoder:
+    return TextEncoder.load(
+        folder,
+        pooling=config.pooling,
+        normalise=config.normalise,
+        max_length=config.max_length,
+        device=device,
+        dtype="bfloat16" if uses_bf16(config.precision, device) else "float32",
+    )
+
+
+def _projection(
+    folder: Path, config: EmbedConfig, texts: Sequence[str], out: Path, *, key: str, device: str
+) -> tuple[NDArray[np.float32], str]:
+    """What makes vectors of word pieces smaller, and the key of shards made with it; found once and kept."""
+    key = content_key(key, list(texts))
+    file = out / f"projection-{key}.npy"
+    if not file.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(".tmp")
+        with temporary.open("wb") as stream:
+            np.save(stream, find_projection(_load(folder, config, device), texts, config.pieces), allow_pickle=False)
+        rename_durably(temporary, file)
+    return np.load(file, allow_pickle=False), key
+
+
+def _worker_maker(
+    folder: Path, config: EmbedConfig, projection: NDArray[np.float32] | None, *, device: str, dtype: str
+) -> Callable[[], Callable[..., Arrays]]:
     def make_worker() -> Callable[[Sequence[str]], Arrays]:
-        encoder = TextEncoder.load(
-            folder,
-            pooling=config.pooling,
-            normalise=config.normalise,
-            max_length=config.max_length,
-            device=device,
-            dtype="bfloat16" if uses_bf16(config.precision, device) else "float32",
-        )
+        encoder = _load(folder, config, device)
 
         def work(texts: Sequence[str]) -> Arrays:
+            if projection is not None:
+                found = encode_pieces(encoder, texts, projection, batch_size=config.batch_size, progress=report)
+                return found | {"vectors": found["vectors"].astype(dtype, copy=False)}
             vectors = encoder.encode(texts, role="document", batch_size=config.batch_size, progress=report)
             return {"vectors": vectors.astype(dtype, copy=False)}
 
@@ -108,16 +150,17 @@ def _shards(documents: Iterable[Document], size: int, *, key: str) -> Iterator[S
         yield Shard(digest.hexdigest(), texts)
 
 
-def _assemble(files: Sequence[Path], target: Path) -> np.ndarray[Any, Any]:
-    first = read_shard(files[0])["vectors"]
-    rows = [len(first), *(len(read_shard(file)["vectors"]) for file in files[1:])]
+def _assemble(files: Sequence[Path], name: str, target: Path) -> np.ndarray[Any, Any]:
+    """The arrays of one name in all shards, one below the other."""
+    first = read_shard(files[0])[name]
+    rows = [len(first), *(len(read_shard(file)[name]) for file in files[1:])]
     temporary = target.with_name(target.name + ".tmp")
-    vectors = open_memmap(temporary, mode="w+", dtype=first.dtype, shape=(sum(rows), first.shape[1]))
+    joined = open_memmap(temporary, mode="w+", dtype=first.dtype, shape=(sum(rows), *first.shape[1:]))
     end = 0
     for file, count in zip(files, rows, strict=True):
-        vectors[end : end + count] = read_shard(file)["vectors"]
+        joined[end : end + count] = read_shard(file)[name]
         end += count
-    vectors.flush()
-    del vectors
+    joined.flush()
+    del joined
     rename_durably(temporary, target)
     return np.load(target, mmap_mode="r")  # type: ignore[no-any-return]

@@ -22,6 +22,7 @@ from nci.fuse import merge_hits
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.pack import DocumentFile
+from nci.pieces import PieceVectors
 from nci.records import Hit, Query, Run
 from nci.runtime import check_device, quiet
 from nci.search import EdgeTable, Engine
@@ -98,6 +99,8 @@ class Index:
             precision=self.config.search.precision,
             device=device,
             lexical=lexical,
+            pieces=PieceVectors.load(folder / "pieces") if model.config.late else None,
+            candidates=self.config.search.candidates,
             embedder=load_embedder(self.config, folder / "embedder", device) if stored else None,
             prompt=str(self.manifest.get("prompt", "")),
             max_length=int(self.manifest.get("query_length", self.config.pairs.max_length)),
@@ -216,12 +219,12 @@ class Index:
         order = np.arange(len(self), dtype=np.int64)
         lexical = self.engine.lexical
         bias = self.engine.vectors.bias if self.engine.vectors is not None else None
-        assembly = Assembly(
-            self.config, self.trie, model.config.values, order, vectors, encoder, encoder, lexical, bias
-        )
+        parts = (encoder, encoder, lexical, bias, self.engine.pieces)
+        assembly = Assembly(self.config, self.trie, model.config.values, order, vectors, *parts)
         fresh = assembly.model(device=self.engine.device)
         if bias is not None and fresh.anchor_weights is not None and model.anchor_weights is not None:
             fresh.anchor_weights.data.copy_(model.anchor_weights)
+            fresh.config.late, fresh.config.chosen_by = model.config.late, model.config.chosen_by
         return assembly.engine(fresh)
 
     def vectors(self) -> NDArray[np.float32]:

@@ -31,6 +31,7 @@ from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.pack import DocumentFile
 from nci.pairs import BatchPlan, make_pairs, write_plan
+from nci.pieces import PieceVectors
 from nci.records import Document
 from nci.store import waiting_lock
 from nci.train import train
@@ -160,8 +161,8 @@ class Making:
             embed_documents(documents, folder, settings, engine=self.engine, device=device)
             return f"{len(documents):,} documents"
 
-        folder = early.run("embed", self.embed_key(data), embed)
-        vectors: NDArray[np.floating] = np.load(folder / "vectors.npy", mmap_mode="r", allow_pickle=False)
+        embedded = early.run("embed", self.embed_key(data), embed)
+        vectors: NDArray[np.floating] = np.load(embedded / "vectors.npy", mmap_mode="r", allow_pickle=False)
         embedder = load_embedder(config, encoder, device)
         folder = early.run("tree", self.tree_key(data), lambda f: _tree(f, vectors, data, embedder, config, device))
         tree = Tree.load(folder / "tree.safetensors")
@@ -171,6 +172,9 @@ class Making:
         assembly = Assembly(config, trie, tree.values, order, vectors[order], embedder, query_encoder, None)
         if lexical is not None:
             assembly = replace(assembly, lexical=lexical.renumbered(assembly.leaf_of_row))
+        # queries are compared piece by piece with documents that the same encoder read
+        if config.embed.pieces and config.model.anchor == "exact" and not self.other_encoder:
+            assembly = replace(assembly, pieces=PieceVectors.load(embedded / "pieces").in_order(order))
         model = assembly.model(seen_rows=data.seen_rows if config.train.spare_unseen else None, device=device)
         # Another number of processes reads the plan in another order: it starts its own training.
         out = (stages.training or stages.folder) / f"train-{self.key(data)}-{os.environ.get('WORLD_SIZE', '1')}"

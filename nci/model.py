@@ -122,19 +122,28 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
         """Keys and values of the decoder's cross-attention, one pair per layer."""
         return self.decoder.memories(self.bridge(states))
 
-    def document_scores(self, query_vectors: Tensor, lexical: Tensor | None = None) -> Tensor:
-        """s(q, d) of every document: (batch, documents) in leaf order."""
+    def document_scores(
+        self, query_vectors: Tensor, lexical: Tensor | None = None, late: Tensor | None = None, choosing: bool = False
+    ) -> Tensor:
+        """s(q, d) of every document: (batch, documents) in leaf order; or that by which late interaction chooses some."""
         assert self.anchor_weights is not None and self.tables.vectors is not None
-        kappa, weight = self.anchor_weights.float().exp()
+        weights = self.config.chosen_by if choosing else None
+        kappa, weight = weights or self.anchor_weights.float().exp()
         scores = kappa * (query_vectors.float() @ self.tables.vectors.T)
         if lexical is not None:
             scores = scores + weight * lexical.float()
-        if self.tables.bias is not None:
+        if late is not None:
+            scores = scores + self.config.late * late
+        if self.tables.bias is not None and not choosing:
             scores = scores + self.tables.bias
         return cast(Tensor, scores)
 
     def anchors(
-        self, query_vectors: Tensor | None, lexical: Tensor | None = None, closed: Tensor | None = None
+        self,
+        query_vectors: Tensor | None,
+        lexical: Tensor | None = None,
+        closed: Tensor | None = None,
+        late: Tensor | None = None,
     ) -> Tensor | None:
         """A_c(q) of every node: (batch, nodes); none where the model has no anchor.
 
@@ -145,7 +154,7 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
         assert query_vectors is not None
         with torch.autocast(query_vectors.device.type, enabled=False):
             if self.tables.sum is not None:
-                scores = self.document_scores(query_vectors, lexical)
+                scores = self.document_scores(query_vectors, lexical, late)
                 if closed is not None and self.tables.seen is not None:
                     # Finite, so that a node without any seen document still has a gradient.
                     scores = scores.masked_fill(closed.unsqueeze(1) & ~self.tables.seen, _CLOSED)

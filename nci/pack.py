@@ -80,6 +80,8 @@ def write_generation(folder: Path, parts: Parts) -> dict[str, object]:
     parts.documents.copy_in_order(folder, assembly.order)
     if assembly.lexical is not None:
         assembly.lexical.save(folder / "lexical")
+    if assembly.pieces is not None:
+        assembly.pieces.save(folder / "pieces")
     (folder / "README.md").write_text(model_card(parts), encoding="utf-8")
     mask = os.umask(0)
     os.umask(mask)

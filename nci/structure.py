@@ -37,6 +37,9 @@ def check_structure(index: Index) -> list[str]:
     inner = int((np.diff(index.trie.child_start) > 0).sum()) - 1
     if len(centroids) != inner or not np.isfinite(centroids).all():
         problems.append(f"centroids.npy: expected {inner} finite centroids, found shape {centroids.shape}")
+    pieces = index.engine.pieces
+    if pieces is not None and len(pieces) != documents:
+        problems.append(f"pieces: expected those of {documents} documents, found {len(pieces)}")
     for name, parameter in index.engine.model.named_parameters():
         if not bool(parameter.isfinite().all()):
             problems.append(f"model.safetensors: {name} holds values that are not finite")

@@ -17,6 +17,7 @@ from nci.model import NCIModel
 from nci.search.content import Content
 from nci.search.core import Nodes, find
 from nci.search.fold import EdgeTable
+from nci.search.late import Asked
 from nci.search.linear import Precision
 from nci.search.network import Network
 from nci.search.ops import SearchTree, TorchOps
@@ -113,7 +114,8 @@ class Backend:
         memory = self.network.memory(states, lengths)
         anchors = None
         if self.content is not None:
-            anchors = self.content.anchors(vectors if asked is None else asked, words)
+            mask = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
+            anchors = self.content.anchors(vectors if asked is None else asked, words, Asked(states, ids, mask))
         return find(self.network, self.tree, plan, memory, anchors)
 
 

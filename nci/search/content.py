@@ -22,6 +22,7 @@ from nci.errors import DataError
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.postings import Postings
+from nci.search.late import Asked, LateScores, mapped
 from nci.search.linear import Precision
 from nci.trie import Trie
 
@@ -84,6 +85,7 @@ class Content:
 
     Args:
         lexical: BM25 in leaf order, where the score has it.
+        late: Late interaction, where the score has it.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Content:
         trie: Trie,
         vectors: DocumentVectors,
         lexical: LexicalScores | None,
+        late: LateScores | None = None,
         *,
         precision: Precision,
         device: str,
@@ -100,6 +103,8 @@ class Content:
         kappa, weight = model.anchor_weights.detach().float().exp().tolist()
         self.kappa, self.weight = float(kappa), float(weight)
         self.exact = model.config.anchor == "exact"
+        self.late, self.late_weight = late, float(model.config.late)
+        self.choosing = model.config.chosen_by or (self.kappa, self.weight)  # weights by which late chooses
         self.device = device
         self.lexical = lexical if self.exact else None
         self.postings = Postings(self.lexical, device) if self.lexical is not None and device != "cpu" else None
@@ -110,11 +115,11 @@ class Content:
             self.rows = torch.as_tensor(rows, device=device)
         elif precision == "int8" and vectors.values.shape[1] >= 16:  # the product of narrower ones is not reliable
             coded = vectors.quantised()
-            self.codes, self.scales = _mapped(coded.codes), _mapped(coded.scales).unsqueeze(1)
+            self.codes, self.scales = mapped(coded.codes), mapped(coded.scales).unsqueeze(1)
         else:
             # float16 has three bits more than bfloat16, and numbers below 1 need no wider range
             dtype = torch.float32 if precision == "fp32" else torch.float16
-            self.rows = _mapped(vectors.values).to(device, dtype)
+            self.rows = mapped(vectors.values).to(device, dtype)
         self.bias = None if vectors.bias is None else torch.as_tensor(vectors.bias, device=device).unsqueeze(1)
         self.sums = LevelSums(trie, device) if self.exact else None
 
@@ -126,16 +131,25 @@ class Content:
         return None if self.lexical is None else torch.from_numpy(self.lexical.normalised(texts))
 
     @torch.inference_mode()
-    def anchors(self, query_vectors: Tensor, words: Tensor | None = None) -> Tensor:
-        """(queries, nodes of the tree), in the memory order of its transpose."""
+    def anchors(self, query_vectors: Tensor, words: Tensor | None = None, asked: Asked | None = None) -> Tensor:
+        """(queries, nodes of the tree), in the memory order of its transpose; late interaction reads `asked`."""
         products = self._products(query_vectors)  # (documents, queries), or (nodes, queries)
         if self.sums is None:
             return (self.log_sizes + self.kappa * products).T
+        late = None
+        if self.late is not None and asked is not None:
+            first = products * self.choosing[0]
+            if words is not None:
+                first.add_(words.T, alpha=self.choosing[1])
+            late = self.late.above(first.T, asked)
         scores = products.mul_(self.kappa)
         if words is not None:
             scores.add_(words.T, alpha=self.weight)
         if self.bias is not None:
             scores.add_(self.bias)
+        if late is not None:
+            chosen, above = late
+            scores.scatter_add_(0, chosen.T, above.T * self.late_weight)
         return self.sums(scores).T
 
     def _products(self, vectors: Tensor) -> Tensor:
@@ -183,13 +197,3 @@ class LevelSums:
             below = own
             outs.append(own)
         return torch.cat(outs[::-1])
-
-
-def _mapped(array: NDArray[Any] | None) -> Tensor:
-    """A tensor over the same memory, also where that may only be read."""
-    assert array is not None
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nothing here writes to it
-        return torch.from_numpy(np.asarray(array))

@@ -20,11 +20,13 @@ from nci.encoders import TextEncoder
 from nci.errors import ConfigError, DataError, MemoryFullError
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
+from nci.pieces import PieceVectors
 from nci.runtime import one_thread_each
 from nci.search.backend import Backend, choose_precision, padded
 from nci.search.content import Content, DocumentVectors
 from nci.search.exhaustive import exhaustive_search
 from nci.search.fold import EdgeTable, fold
+from nci.search.late import Asked, LateScores
 from nci.search.plain import EncodedQueries, Found, plain_search
 from nci.search.plan import Plan, make_plan
 from nci.search.unconstrained import unconstrained_search
@@ -56,6 +58,8 @@ class Engine:
         vectors: Document vectors in leaf order, where the model has an anchor or content vectors.
         edges: Folded edge table, where the model allows one.
         lexical: Lexical scores in leaf order, where the content score has them.
+        pieces: Word pieces of the documents in leaf order, where the content score has late interaction.
+        candidates: Documents per query whose pieces are compared.
         embedder: The stored encoder, where the query vector comes from it.
         prompt: What the encoder wants before a query.
         max_length: Word pieces of a query that are read.
@@ -69,6 +73,8 @@ class Engine:
     vectors: DocumentVectors | None = None
     edges: EdgeTable | None = None
     lexical: LexicalScores | None = None
+    pieces: PieceVectors | None = None
+    candidates: int = 100
     embedder: TextEncoder | None = None
     prompt: str = ""
     max_length: int = 64
@@ -91,9 +97,17 @@ class Engine:
         if self.model.config.anchor != "none":
             assert self.vectors is not None
             content = Content(
-                self.model, self.trie, self.vectors, self.lexical, precision=precision, device=self.device
+                self.model, self.trie, self.vectors, self.lexical, self.late, precision=precision, device=self.device
             )
         return Backend(self.model, self.trie, self.edges, content, precision=precision, device=self.device)
+
+    @cached_property
+    def late(self) -> LateScores | None:
+        """Late interaction, where the content score has it."""
+        if self.pieces is None or not self.model.config.late:
+            return None
+        special = self.tokenizer.all_special_ids
+        return LateScores(self.pieces, special, candidates=self.candidates, device=self.device)
 
     @cached_property
     def reference(self) -> NCIModel:
@@ -246,8 +260,13 @@ class Engine:
         if self.lexical is not None:
             lexical = torch.as_tensor(self.lexical.normalised(texts), device=self.device)
         stored = self.stored_vectors(texts, len(texts))
-        anchors = model.anchors(vectors if stored is None else stored, lexical)
-        return EncodedQueries(states, mask, vectors, anchors)
+        asked = vectors if stored is None else stored
+        late = None
+        if self.late is not None:
+            first = model.document_scores(asked, lexical, choosing=True)
+            chosen, above = self.late.above(first, Asked(states, ids.to(self.device), mask.bool()))
+            late = torch.zeros_like(first).scatter_(1, chosen, above)
+        return EncodedQueries(states, mask, vectors, model.anchors(asked, lexical, late=late), late)
 
     @torch.inference_mode()
     def explain(self, text: str, documents: Sequence[int]) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ class EncodedQueries:
     mask: Tensor  # (queries, tokens)
     vectors: Tensor | None = None  # (queries, width)
     anchors: Tensor | None = None  # (queries, nodes)
+    late: Tensor | None = None  # (queries, documents) what late interaction finds, before its weight
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,92 @@
+"""Late interaction at search time: word pieces of queries and of some documents in, one similarity each out.
+
+    late(q, d) = mean over the pieces of q of the best cosine with a piece of d
+
+Only the best documents of each query by the other parts of the content score are compared, and what is added to a score
+is how far a document is above the worst of these: the others lose nothing that they might have had. No training.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nci.pieces import UNIT, PieceVectors, project
+
+_NUMBERS_AT_ONCE = 2**27  # codes that are compared together
+
+
+class Asked(NamedTuple):
+    """Queries as an encoder read them."""
+
+    states: Tensor  # (queries, tokens, width of the encoder)
+    ids: Tensor  # (queries, tokens)
+    mask: Tensor  # (queries, tokens) true where there is a token
+
+
+class LateScores:
+    """The pieces of all documents on one device.
+
+    Args:
+        pieces: In leaf order.
+        special: Tokens that are no pieces of a query: its beginning, its end.
+        candidates: Documents compared per query.
+    """
+
+    def __init__(self, pieces: PieceVectors, special: Sequence[int], *, candidates: int, device: str) -> None:
+        self.device, self.candidates = device, min(candidates, len(pieces))
+        self.codes = mapped(pieces.codes).to(device)
+        self.first = torch.as_tensor(pieces.first, device=device)
+        self.last = torch.as_tensor(pieces.lengths - 1, device=device)
+        self.longest = int(pieces.lengths.max())
+        self.directions = torch.as_tensor(pieces.projection, device=device)
+        self.special = torch.as_tensor(list(special), dtype=torch.long, device=device)
+        # what a GPU multiplies fast, and what a CPU does
+        self.dtype = torch.float32 if device == "cpu" else torch.float16
+
+    def above(self, scores: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+        """Candidates of each query, and how far each is above the worst of them: 2 x (queries, candidates).
+
+        Args:
+            scores: (queries, documents) by which candidates are chosen.
+        """
+        chosen = scores.topk(self.candidates, dim=1).indices
+        similar = self.compare(asked, chosen)
+        return chosen, similar - similar.amin(1, keepdim=True)
+
+    def compare(self, asked: Asked, chosen: Tensor) -> Tensor:
+        """late(q, d) of some documents (queries, documents) of each query."""
+        states, ids, mask = asked
+        counts = mask & (ids.unsqueeze(-1) != self.special).all(-1)
+        counts = torch.where(counts.any(1, keepdim=True), counts, mask)  # a query of special tokens alone
+        pieces = project(states, self.directions).to(self.dtype)  # (queries, tokens, width)
+        numbers = chosen.shape[1] * self.longest * self.codes.shape[1]
+        step = max(1, _NUMBERS_AT_ONCE // numbers) if self.device != "cpu" else 1
+        parts = [self._best(pieces[i : i + step], chosen[i : i + step]) for i in range(0, len(pieces), step)]
+        weights = counts.float() / counts.sum(1, keepdim=True)  # (queries, tokens)
+        return torch.einsum("qdt,qt->qd", torch.cat(parts), weights) / UNIT
+
+    def _best(self, pieces: Tensor, chosen: Tensor) -> Tensor:
+        """Best cosine, in codes, of each piece of a query with each of its documents: (queries, documents, tokens)."""
+        first, last = self.first[chosen], self.last[chosen]  # (queries, documents)
+        longest = self.longest if self.device != "cpu" else int(last.max()) + 1
+        steps = torch.arange(longest, device=first.device)
+        # behind its end a document goes on with its last piece, which changes no maximum
+        places = first.unsqueeze(-1) + torch.minimum(steps, last.unsqueeze(-1))  # (queries, documents, longest)
+        rows = self.codes.index_select(0, places.flatten()).to(self.dtype).view(len(chosen), -1, self.codes.shape[1])
+        cosines = torch.bmm(rows, pieces.transpose(1, 2))  # (queries, documents x longest, tokens)
+        return cosines.view(*places.shape, -1).amax(2).float()
+
+
+def mapped(array: NDArray[Any] | None) -> Tensor:
+    """A tensor over the same memory, also where that may only be read."""
+    assert array is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing here writes to it
+        return torch.from_numpy(np.asarray(array))
