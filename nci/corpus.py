@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -298,8 +299,9 @@ class Dataset:
     def documents(self, config: CorpusConfig, *, rejects: Path | None = None) -> Iterator[Document]:
         return read_documents(self.folder, config, rejects=rejects)
 
+    @cached_property
     def queries(self) -> dict[str, str]:
-        """Query id -> text, in the order of the file."""
+        """Query id -> text, in the order of the file, which is read once."""
         return dict(read_queries(_in_folder(self.folder, "queries.jsonl") or self.folder / "queries.jsonl"))
 
     def splits(self) -> list[str]:
@@ -313,9 +315,8 @@ class Dataset:
 
     def split(self, name: str) -> tuple[list[Query], Qrels]:
         """Queries with at least one relevant document in this split, in the order of the file, and their judgements."""
-        qrels, texts = self.qrels(name), self.queries()
-        unknown = [query_id for query_id in qrels if query_id not in texts]
-        if unknown:
+        qrels, texts = self.qrels(name), self.queries
+        if unknown := [query_id for query_id in qrels if query_id not in texts]:
             raise DataError(
                 f"{self._qrels_files()[name]}: {len(unknown)} judged queries are not in queries.jsonl, "
                 f'"{unknown[0]}" is the first; add them there or take their judgements out'

@@ -8,7 +8,7 @@ counting them one by one makes differences look surer than they are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -80,21 +80,8 @@ def paired_bootstrap(
         confidence: Share of the draws inside the interval.
         seed: Same seed, same result.
     """
-    if not 0 < confidence < 1:
-        raise ConfigError(f"the confidence of an interval is between 0 and 1, not {confidence}")
     sums, sizes = _sums(a, b, groups, samples)
-    difference = float(sums.sum() / sizes.sum())
-    if not sums.any():
-        return Comparison(difference, 0.0, 0.0, 1.0, 1.0)
-    rng = np.random.default_rng(seed)
-    means = np.empty(samples)
-    for start, end in _blocks(samples, len(sums)):
-        drawn = rng.integers(len(sums), size=(end - start, len(sums)))  # (samples, groups)
-        means[start:end] = sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
-    tail = 50 * (1 - confidence)
-    low, high = np.percentile(means, [tail, 100 - tail])
-    p_value = _share(np.abs(means - difference), abs(difference))
-    return Comparison(difference, float(low), float(high), p_value, p_value)
+    return _bootstrap(sums[:, None], sizes, samples=samples, confidence=confidence, seed=seed)[0]
 
 
 def randomisation_test(
@@ -146,16 +133,37 @@ def compare(
     seed: int = 0,
 ) -> dict[str, Comparison]:
     """One system against each of several others by the paired bootstrap, corrected for their number by Holm."""
-    options = {"samples": samples, "confidence": confidence, "seed": seed}
-    found = {
-        name: paired_bootstrap(system, values, groups=groups, **options)  # type: ignore[arg-type]
-        for name, values in others.items()
-    }
-    corrected = holm({name: each.p_value for name, each in found.items()})
-    return {
-        name: Comparison(each.difference, each.low, each.high, each.p_value, corrected[name])
-        for name, each in found.items()
-    }
+    if not others:
+        return {}
+    pairs = [_sums(system, values, groups, samples) for values in others.values()]
+    sums = np.stack([sums for sums, _ in pairs], axis=1)  # (groups, others)
+    found = _bootstrap(sums, pairs[0][1], samples=samples, confidence=confidence, seed=seed)
+    corrected = holm({name: each.p_value for name, each in zip(others, found, strict=True)})
+    return {name: replace(each, corrected=corrected[name]) for name, each in zip(others, found, strict=True)}
+
+
+def _bootstrap(
+    sums: npt.NDArray[np.float64], sizes: npt.NDArray[np.float64], *, samples: int, confidence: float, seed: int
+) -> list[Comparison]:
+    """Of each column of sums (groups, systems), drawn together; `sizes` (groups,) are the queries of each group."""
+    if not 0 < confidence < 1:
+        raise ConfigError(f"the confidence of an interval is between 0 and 1, not {confidence}")
+    rng = np.random.default_rng(seed)
+    count = len(sums)
+    means = np.empty((samples, sums.shape[1]))
+    for start, end in _blocks(samples, count):
+        rows = end - start
+        drawn = rng.integers(count, size=(rows, count)) + count * np.arange(rows)[:, None]  # (samples, groups)
+        times = np.bincount(drawn.ravel(), minlength=rows * count).reshape(rows, count).astype(np.float64)
+        means[start:end] = times @ sums / (times @ sizes)[:, None]
+    tail = 50 * (1 - confidence)
+    out = []
+    for column, total in zip(means.T, sums.sum(axis=0), strict=True):
+        difference = float(total / sizes.sum())
+        low, high = np.percentile(column, [tail, 100 - tail])
+        p_value = _share(np.abs(column - difference), abs(difference))
+        out.append(Comparison(difference, float(low), float(high), p_value, p_value))
+    return out
 
 
 def _sums(

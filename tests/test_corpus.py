@@ -553,7 +553,7 @@ def test_beir_folder(tmp_path: Path, suffix: str) -> None:
     dataset = Dataset(tmp_path)
     document = Document("d1", "x", "T", {"metadata": {"url": "u"}})
     assert list(dataset.documents(FAIL)) == list(read_documents(tmp_path, FAIL)) == [document]
-    assert list(dataset.queries().items()) == [("q3", "text q3"), ("q1", "text q1"), ("q2", "text q2")]
+    assert list(dataset.queries.items()) == [("q3", "text q3"), ("q1", "text q1"), ("q2", "text q2")]
     assert dataset.splits() == ["dev", "test"]
     assert dataset.qrels("test") == {"q1": {"d1": 1, "d9": 0}, "q3": {"d1": 2}, "q2": {"d1": 0}}
     assert dataset.split("test") == (
