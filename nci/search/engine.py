@@ -106,8 +106,9 @@ class Engine:
         """Late interaction, where the content score has it."""
         if self.pieces is None or not self.model.config.late:
             return None
+        precision = choose_precision(self.precision, self.device)
         special = self.tokenizer.all_special_ids
-        return LateScores(self.pieces, special, candidates=self.candidates, device=self.device)
+        return LateScores(self.pieces, special, candidates=self.candidates, device=self.device, precision=precision)
 
     @cached_property
     def reference(self) -> NCIModel:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nci.pieces import UNIT, PieceVectors, project
+from nci.search.linear import Precision
 
 _NUMBERS_AT_ONCE = 2**27  # codes that are compared together
 
@@ -37,9 +38,18 @@ class LateScores:
         pieces: In leaf order.
         special: Tokens that are no pieces of a query: its beginning, its end.
         candidates: Documents compared per query.
+        precision: int8, on a CPU, compares codes of the queries' pieces.
     """
 
-    def __init__(self, pieces: PieceVectors, special: Sequence[int], *, candidates: int, device: str) -> None:
+    def __init__(
+        self,
+        pieces: PieceVectors,
+        special: Sequence[int],
+        *,
+        candidates: int,
+        device: str,
+        precision: Precision = "fp32",
+    ) -> None:
         self.device, self.candidates = device, min(candidates, len(pieces))
         self.codes = mapped(pieces.codes).to(device)
         self.first = torch.as_tensor(pieces.first, device=device)
@@ -49,6 +59,7 @@ class LateScores:
         self.special = torch.as_tensor(list(special), dtype=torch.long, device=device)
         # what a GPU multiplies fast, and what a CPU does
         self.dtype = torch.float32 if device == "cpu" else torch.float16
+        self.int8 = precision == "int8" and device == "cpu" and pieces.codes.shape[1] >= 16
 
     def above(self, scores: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
         """Candidates of each query, and how far each is above the worst of them: 2 x (queries, candidates).
@@ -68,20 +79,34 @@ class LateScores:
         pieces = project(states, self.directions).to(self.dtype)  # (queries, tokens, width)
         numbers = chosen.shape[1] * self.longest * self.codes.shape[1]
         step = max(1, _NUMBERS_AT_ONCE // numbers) if self.device != "cpu" else 1
-        parts = [self._best(pieces[i : i + step], chosen[i : i + step]) for i in range(0, len(pieces), step)]
+        best = self._best_codes if self.int8 else self._best
+        parts = [best(pieces[i : i + step], chosen[i : i + step]) for i in range(0, len(pieces), step)]
         weights = counts.float() / counts.sum(1, keepdim=True)  # (queries, tokens)
         return torch.einsum("qdt,qt->qd", torch.cat(parts), weights) / UNIT
 
-    def _best(self, pieces: Tensor, chosen: Tensor) -> Tensor:
-        """Best cosine, in codes, of each piece of a query with each of its documents: (queries, documents, tokens)."""
+    def _rows(self, chosen: Tensor) -> tuple[Tensor, torch.Size]:
+        """Codes of documents (queries, documents), one below the other, and their shape (queries, documents, longest)."""
         first, last = self.first[chosen], self.last[chosen]  # (queries, documents)
         longest = self.longest if self.device != "cpu" else int(last.max()) + 1
         steps = torch.arange(longest, device=first.device)
         # behind its end a document goes on with its last piece, which changes no maximum
-        places = first.unsqueeze(-1) + torch.minimum(steps, last.unsqueeze(-1))  # (queries, documents, longest)
-        rows = self.codes.index_select(0, places.flatten()).to(self.dtype).view(len(chosen), -1, self.codes.shape[1])
+        places = first.unsqueeze(-1) + torch.minimum(steps, last.unsqueeze(-1))
+        return self.codes.index_select(0, places.flatten()), places.shape
+
+    def _best(self, pieces: Tensor, chosen: Tensor) -> Tensor:
+        """Best cosine, in codes, of each piece of a query with each of its documents: (queries, documents, tokens)."""
+        rows, shape = self._rows(chosen)
+        rows = rows.to(self.dtype).view(len(chosen), -1, rows.shape[1])
         cosines = torch.bmm(rows, pieces.transpose(1, 2))  # (queries, documents x longest, tokens)
-        return cosines.view(*places.shape, -1).amax(2).float()
+        return cosines.view(*shape, -1).amax(2).float()
+
+    def _best_codes(self, pieces: Tensor, chosen: Tensor) -> Tensor:
+        """The same for one query, by a product of whole numbers."""
+        scale = pieces[0].abs().amax(1, keepdim=True).clamp(min=1e-12) / 127  # (tokens, 1)
+        asked = (pieces[0] / scale).round_().to(torch.int8)
+        rows, shape = self._rows(chosen)
+        cosines = torch._int_mm(rows, asked.T.contiguous())  # (documents x longest, tokens)
+        return cosines.view(*shape, -1).amax(2).float() * scale.T
 
 
 def mapped(array: NDArray[Any] | None) -> Tensor:
