@@ -14,6 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class Norm(nn.RMSNorm):
+    """RMS norm whose result is in the number format that the layers behind it read, where else each would convert it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed, kind = super().forward(x), x.device.type
+        return normed.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else normed
+
+
 class Attention(nn.Module):
     """Multi-head attention whose keys and values are made apart from its queries, so that both can be kept."""
 
@@ -55,11 +63,11 @@ class Block(nn.Module):
 
     def __init__(self, d_model: int, heads: int, d_ff: int, dropout: float, cross: bool) -> None:
         super().__init__()
-        self.self_norm = nn.RMSNorm(d_model, eps=1e-6)
+        self.self_norm = Norm(d_model, eps=1e-6)
         self.self_attention = Attention(d_model, heads)
-        self.cross_norm = nn.RMSNorm(d_model, eps=1e-6) if cross else None
+        self.cross_norm = Norm(d_model, eps=1e-6) if cross else None
         self.cross_attention = Attention(d_model, heads) if cross else None
-        self.ff_norm = nn.RMSNorm(d_model, eps=1e-6)
+        self.ff_norm = Norm(d_model, eps=1e-6)
         self.ff_in = nn.Linear(d_model, d_ff, bias=False)
         self.ff_out = nn.Linear(d_ff, d_model, bias=False)
         self.dropout = nn.Dropout(dropout)
@@ -92,7 +100,7 @@ class Stack(nn.Module):
     def __init__(self, layers: int, d_model: int, heads: int, d_ff: int, dropout: float, cross: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(d_model, heads, d_ff, dropout, cross) for _ in range(layers))
-        self.norm = nn.RMSNorm(d_model, eps=1e-6)
+        self.norm = Norm(d_model, eps=1e-6)
         self.dropout = nn.Dropout(dropout)
 
     def memories(self, states: Tensor) -> list[tuple[Tensor, Tensor]]:

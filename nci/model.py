@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput
 from nci.encoders import pool_tokens, token_states
 from nci.head import Head
 from nci.layers import Stack
+from nci.lean import make_lean
 from nci.losses import consistency_loss, path_loss
 from nci.model_config import NCIConfig
 from nci.tables import TreeTables
@@ -55,6 +56,7 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
             if encoder_config.model_type in ("t5", "mt5")
             else AutoModel.from_config(encoder_config)
         )
+        make_lean(self.encoder)
         if getattr(self.encoder, "pooler", None) is not None:
             self.encoder.pooler = None  # a head of its own that nothing here reads
         width = encoder_config.hidden_size

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -150,7 +151,8 @@ def test_a_seed_decides_and_blocks_do_not(monkeypatch: pytest.MonkeyPatch) -> No
     assert paired_bootstrap(a, zeros(a), samples=500, seed=1) != whole
     sampled = randomisation_test(a, zeros(a), samples=500)
     monkeypatch.setattr("nci.significance._CELLS_AT_ONCE", 120)
-    assert paired_bootstrap(a, zeros(a), samples=500) == whole
+    # a product of another shape may differ in the last bit
+    assert astuple(paired_bootstrap(a, zeros(a), samples=500)) == pytest.approx(astuple(whole), rel=1e-12)
     assert randomisation_test(a, zeros(a), samples=500) == sampled
 
 
