@@ -185,7 +185,7 @@ def fit(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], coun
     share = torch.where(new, 0.5 / new.sum().clamp(min=1), 0.5 / (~new).sum().clamp(min=1))
     assert engine.model.anchor_weights is not None
     late = engine.model.config.late if evidence.late is not None else 1.0
-    others = torch.tensor([0.0, 1.0, 0.0, np.log(late)])
+    others = torch.tensor([0.0, 1.0, 0.0, float(np.log(late))])
     start = torch.cat([engine.model.anchor_weights.detach().float().cpu(), others]).to(device)
     weights = start.clone().requires_grad_(True)
     optimiser = torch.optim.LBFGS([weights], max_iter=60, line_search_fn="strong_wolfe")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import chain, islice
 from pathlib import Path
@@ -19,12 +20,14 @@ from numpy.typing import NDArray
 
 from nci.config import EmbedConfig, content_key
 from nci.embedded import ENCODER_FILES
-from nci.encoders import TextEncoder, fetch_encoder
+from nci.encoders import ForeignEncoder, TextEncoder, fetch_encoder
 from nci.errors import DataError
 from nci.pieces import encode_pieces, find_projection
 from nci.records import Document
 from nci.runtime import uses_bf16
 from nci.shards import Arrays, Shard, check_engine, map_shards, read_shard, rename_durably, report
+
+log = logging.getLogger("nci")
 
 VERSION = 1
 """Part of every shard's key: raise it when equal settings begin to give other vectors."""
@@ -66,7 +69,8 @@ def embed_documents(
         stream = iter(documents)
         sample = list(islice(stream, _SAMPLE))
         documents = chain(sample, stream)
-        projection, key = _projection(folder, config, [d.content for d in sample], out, key=key, device=device)
+        key = content_key(key, [document.content for document in sample])
+        projection = _projection(folder, config, [d.content for d in sample], out, key=key, device=device)
     files = map_shards(
         _worker_maker(folder, config, projection, device=device, dtype=dtype),
         _shards(documents, config.shard_size, key=key),
@@ -108,17 +112,21 @@ def _load(folder: Path, config: EmbedConfig, device: str) -> TextEncoder:
 
 def _projection(
     folder: Path, config: EmbedConfig, texts: Sequence[str], out: Path, *, key: str, device: str
-) -> tuple[NDArray[np.float32], str]:
-    """What makes vectors of word pieces smaller, and the key of shards made with it; found once and kept."""
-    key = content_key(key, list(texts))
+) -> NDArray[np.float32] | None:
+    """What makes vectors of word pieces smaller, found once and kept; none where an encoder has no such vectors."""
     file = out / f"projection-{key}.npy"
-    if not file.exists():
+    if not file.exists() and texts:
+        encoder = _load(folder, config, device)
+        if isinstance(encoder, ForeignEncoder):
+            log.warning("the encoder %s has layers beyond its transformer: no vectors of word pieces are kept", folder)
+            return None
+        found = find_projection(encoder, texts, min(config.pieces, encoder.width))
         out.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(".tmp")
         with temporary.open("wb") as stream:
-            np.save(stream, find_projection(_load(folder, config, device), texts, config.pieces), allow_pickle=False)
+            np.save(stream, found, allow_pickle=False)
         rename_durably(temporary, file)
-    return np.load(file, allow_pickle=False), key
+    return np.load(file, allow_pickle=False) if texts else None
 
 
 def _worker_maker(

@@ -172,8 +172,9 @@ class Making:
         assembly = Assembly(config, trie, tree.values, order, vectors[order], embedder, query_encoder, None)
         if lexical is not None:
             assembly = replace(assembly, lexical=lexical.renumbered(assembly.leaf_of_row))
-        # queries are compared piece by piece with documents that the same encoder read
-        if config.embed.pieces and config.model.anchor == "exact" and not self.other_encoder:
+        # queries are compared piece by piece with documents that the same layers read
+        same = not self.other_encoder and config.model.encoder_layers is None
+        if config.model.anchor == "exact" and same and (embedded / "pieces").exists():
             assembly = replace(assembly, pieces=PieceVectors.load(embedded / "pieces").in_order(order))
         model = assembly.model(seen_rows=data.seen_rows if config.train.spare_unseen else None, device=device)
         # Another number of processes reads the plan in another order: it starts its own training.

@@ -17,8 +17,8 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nci.encoders import ForeignEncoder, TextEncoder, pool_tokens, token_states
-from nci.errors import ConfigError, DataError
+from nci.encoders import TextEncoder, pool_tokens, token_states
+from nci.errors import DataError
 
 UNIT = 127  # a code of 1.0
 
@@ -70,7 +70,6 @@ class PieceVectors:
 @torch.inference_mode()
 def find_projection(encoder: TextEncoder, texts: Sequence[str], width: int) -> NDArray[np.float32]:
     """The directions in which the pieces of some documents differ most: (width of the encoder, width)."""
-    _check(encoder, width)
     total = torch.zeros(encoder.width, encoder.width, dtype=torch.float64)
     for _, states, mask in _states(encoder, texts, 32):
         pieces = torch.nn.functional.normalize(states[mask.bool()].float(), dim=-1)
@@ -120,12 +119,3 @@ def _states(encoder: TextEncoder, texts: Sequence[str], batch_size: int) -> Any:
     for places in np.split(order, range(batch_size, len(order), batch_size)):
         ids, mask = encoder.pad([rows[i] for i in places])
         yield places, token_states(encoder.model, ids, mask.bool()), mask
-
-
-def _check(encoder: TextEncoder, width: int) -> None:
-    if isinstance(encoder, ForeignEncoder):
-        raise ConfigError(
-            "the encoder has layers beyond its transformer and so no vectors of word pieces: --embed.pieces 0"
-        )
-    if width > encoder.width:
-        raise ConfigError(f"--embed.pieces {width}: the encoder has only {encoder.width} numbers")

@@ -72,7 +72,8 @@ class EmbedConfig(Section):
         batch_size: Documents per forward pass.
         shard_size: Documents per resumable shard.
         precision: auto takes bf16 where the device has it, which is twice as fast and as good; vectors stay float32.
-        pieces: Also keep so many numbers for every word piece of a document, for late interaction; 0 keeps none.
+        pieces: Also keep a vector of so many numbers, at most the encoder's, for every word piece of a document, for late
+            interaction; 0 keeps none.
     """
 
     encoder: str = "minilm"

@@ -164,7 +164,7 @@ def test_what_is_withheld_depends_on_ids_and_seed_alone() -> None:
 def test_evidence_without_a_lexical_part() -> None:
     none = torch.zeros(1, 1, 2)
     evidence = Evidence(
-        torch.ones(1, 2), None, none.long(), none, none[0].long(), none[0, 0].long(), torch.tensor([1.0, 0.0])
+        torch.ones(1, 2), None, None, none.long(), none, none[0].long(), none[0, 0].long(), torch.tensor([1.0, 0.0])
     )
     assert evidence.scores(torch.tensor([0.0, 9.0, 2.0, 1.0, 0.0])).tolist() == [[1.0, 3.0]]
 
@@ -320,7 +320,7 @@ def test_what_was_found_reads_as_a_line() -> None:
         "before": {"seen": 0.8544, "unseen": 0.7219},
         "after": {"seen": 0.8282, "unseen": 0.8903},
     }
-    said = str(Calibration(13.394, 10.002, 0.072, 0.4477, -1.688, found))
+    said = str(Calibration(13.394, 10.002, 0.072, 0.4477, -1.688, found=found))
     assert said == (
         "dense 13.39, BM25 10.00, decoder 0.45, unseen +0.07, often asked -1.69; "
         "R@1 seen 85.4 -> 82.8 (419), unseen 72.2 -> 89.0 (784)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import make_beir, make_encoder
@@ -56,12 +57,14 @@ def test_the_paper_presets_note_where_the_code_differs() -> None:
         assert text.count("code:") >= 10
 
 
-def test_default_is_what_the_dataclasses_say_with_tuning_and_calibration() -> None:
+def test_default_is_what_the_dataclasses_say_with_tuning_calibration_and_word_pieces() -> None:
     default, plain = Config.preset("default"), Config()
+    assert (default.embed.pieces, plain.embed.pieces) == (128, 0)
     assert (default.tune.epochs > 0, default.lexical.training, default.calibrate.share) == (True, True, 0.1)
     assert default.train.encoder_lr < plain.train.encoder_lr, "what was tuned moves slowly"
     train = dataclasses.replace(default.train, encoder_lr=plain.train.encoder_lr)
-    same = {"tune": plain.tune, "lexical": plain.lexical, "calibrate": plain.calibrate, "train": train}
+    same: dict[str, Any] = {"tune": plain.tune, "lexical": plain.lexical, "calibrate": plain.calibrate, "train": train}
+    same["embed"] = dataclasses.replace(default.embed, pieces=0)
     assert dataclasses.replace(default, **same) == plain
     for name in ("default", "fast"):
         assert Config.preset(name).model.anchor == "exact"

@@ -215,7 +215,8 @@ def tiny_config(encoder: Path | str, **changes: Mapping[str, object]) -> Config:
 
 
 def tiny_flags(encoder: Path | str, **changes: Mapping[str, object]) -> list[str]:
-    """The same for the command line, where they change a preset."""
+    """The same for the command line, where they change a preset; its word pieces are wider than the encoder here."""
+    changes["embed"] = {"pieces": WIDTH // 2, **changes.get("embed", {})}
     return [
         f"--{section}.{name}={json.dumps(value) if isinstance(value, bool) else value}"
         for section, fields in tiny_values(encoder, **changes).items()

@@ -107,7 +107,9 @@ class Engine:
         if self.pieces is None or not self.model.config.late:
             return None
         precision = choose_precision(self.precision, self.device)
-        special = self.tokenizer.all_special_ids
+        # the tokens around a text, and those that stand for none; but not the one of an unknown word
+        known = {*self.tokenizer.all_special_ids, *self.tokenizer("")["input_ids"]}
+        special = sorted(known - {self.tokenizer.unk_token_id})
         return LateScores(self.pieces, special, candidates=self.candidates, device=self.device, precision=precision)
 
     @cached_property
