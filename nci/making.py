@@ -130,12 +130,15 @@ class Making:
         """Whether the encoder is trained before it embeds."""
         return self.config.tune.epochs > 0 and bool(data.real or (data.generated and self.config.tune.generated))
 
-    def embed_key(self, data: TrainingData) -> str:
-        config = self.config
-        encoder = encoder_fingerprint(fetch_encoder(config.embed.encoder))
+    def tune_key(self, data: TrainingData) -> str:
+        config, embed = self.config, replace(self.config.embed, pieces=0)
+        encoder = encoder_fingerprint(fetch_encoder(embed.encoder))
         generated = data.generated if config.tune.generated else []
         tuned = (config.tune, data.real, generated) if self.tunes(data) else ()
-        return content_key(self.corpus_key, config.embed, encoder, *tuned)
+        return content_key(self.corpus_key, embed, encoder, *tuned)
+
+    def embed_key(self, data: TrainingData) -> str:
+        return content_key(self.tune_key(data), self.config.embed.pieces)
 
     def tree_key(self, data: TrainingData) -> str:
         real = data.real if self.config.tree.source == "queries" else 0
@@ -206,7 +209,7 @@ class Making:
             )
             return f"{len(real):,} pairs, {config.tune.epochs} + {config.tune.refreshes} epochs"
 
-        return stages.run("tune", self.embed_key(data), work) / "encoder"
+        return stages.run("tune", self.tune_key(data), work) / "encoder"
 
 
 def _tree(

@@ -68,6 +68,7 @@ ABLATIONS: dict[str, dict[str, object]] = {
     **{f"alpha-{alpha}": {"train.alpha": alpha} for alpha in (0, 0.1, 0.15, 0.2, 0.3)},
     "no-lexical": {"model.score": "dense"},
     "no-lexical-queries": {"lexical.training": False, "lexical.generated": 0},
+    "no-pieces": {"embed.pieces": 0},
     "no-tuning": {"tune.epochs": 0, "tune.refreshes": 0},
     "no-calibration": {"calibrate.share": 0},
 }
