@@ -22,6 +22,8 @@ class ContrastSettings:
         lr: Highest learning rate of each round.
         warmup: Share of a round's steps in which the learning rate rises; it falls to zero over the rest.
         temperature: Divides the cosines in the softmax.
+        late: Weight of a second loss, that of late interaction between the word pieces of both; 0 leaves it out.
+        late_temperature: Divides its similarities in the softmax.
         query_length: Word pieces per query.
         seed: Same seed, same weights on a CPU.
         precision: auto trains in bf16 where the device has it; weights and vectors are float32 in any case.
@@ -36,6 +38,8 @@ class ContrastSettings:
     lr: float = 7e-5
     warmup: float = 0.1
     temperature: float = 0.03
+    late: float = 0.0
+    late_temperature: float = 0.02
     query_length: int = 64
     seed: int = 0
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -51,6 +55,8 @@ class ContrastSettings:
             "lr": 0 < self.lr < 1,
             "warmup": 0 <= self.warmup <= 1,
             "temperature": 0 < self.temperature < float("inf"),
+            "late": 0 <= self.late < float("inf"),
+            "late_temperature": 0 < self.late_temperature < float("inf"),
         }.items():
             if not inside:
                 raise ConfigError(f"{name} has an impossible value: {getattr(self, name)}")

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from transformers import get_linear_schedule_with_warmup
 from nci.contrast_settings import ContrastSettings
 from nci.contrastive_data import Batch, Pairs, Passages, Rows, Tokens, draw, split_epoch
 from nci.encoders import TextEncoder, pool_tokens, token_states
+from nci.pieces import shares, special_pieces
 from nci.progress import hide_bars
 from nci.runtime import quiet, uses_bf16
 
@@ -42,14 +45,42 @@ def autocast(encoder: TextEncoder, settings: ContrastSettings) -> torch.autocast
 
 def embed(encoder: TextEncoder, tokens: Tokens, texts: Rows, *, at_once: int) -> Tensor:
     """Vectors of length 1 for some of the texts, in their order, `at_once` per forward pass; keeps gradients."""
-    parts = np.array_split(texts, -(-len(texts) // at_once))
-    return torch.cat([_embed(encoder, tokens, part) for part in parts])  # (texts, width)
+    return torch.cat([part.vectors for part in read(encoder, tokens, texts, at_once=at_once)])  # (texts, width)
 
 
-def _embed(encoder: TextEncoder, tokens: Tokens, texts: Rows) -> Tensor:
-    ids, mask = (_on(encoder.model.device, each) for each in tokens.padded(texts, encoder.tokenizer.pad_token_id or 0))
-    hidden = token_states(encoder.model, ids, mask)  # (texts, pieces, width)
-    return torch.nn.functional.normalize(pool_tokens(hidden, mask.long(), encoder.settings.pooling).float(), dim=-1)
+class Seen(NamedTuple):
+    """Texts as an encoder read them."""
+
+    vectors: Tensor  # (texts, width) of length 1
+    states: Tensor  # (texts, tokens, width)
+    ids: Tensor  # (texts, tokens)
+    mask: Tensor  # (texts, tokens)
+
+
+def read(encoder: TextEncoder, tokens: Tokens, texts: Rows, *, at_once: int) -> list[Seen]:
+    """Some of the texts, in their order, `at_once` per forward pass; keeps gradients."""
+    device, pad = encoder.model.device, encoder.tokenizer.pad_token_id or 0
+    out = []
+    for part in np.array_split(texts, -(-len(texts) // at_once)):
+        ids, mask = (_on(device, each) for each in tokens.padded(part, pad))
+        states = token_states(encoder.model, ids, mask)  # (texts, tokens, width)
+        pooled = pool_tokens(states, mask.long(), encoder.settings.pooling).float()
+        out.append(Seen(torch.nn.functional.normalize(pooled, dim=-1), states, ids, mask))
+    return out
+
+
+def late_scores(queries: Seen, passages: Sequence[Seen], special: Tensor) -> Tensor:
+    """Late interaction of every query with every passage: (queries, passages), see `nci.search.late`."""
+    asked = torch.nn.functional.normalize(queries.states, dim=-1)  # (queries, tokens, width)
+    weights = shares(queries.ids, queries.mask, special)
+    parts = []
+    for part in passages:
+        pieces = torch.nn.functional.normalize(part.states, dim=-1)  # (passages, pieces, width)
+        cosines = asked.flatten(0, 1) @ pieces.flatten(0, 1).T
+        cosines = cosines.view(len(cosines), *part.mask.shape).masked_fill(~part.mask, -1.0)
+        best = cosines.amax(2).view(*asked.shape[:2], -1)  # (queries, tokens, passages)
+        parts.append((best * weights.unsqueeze(-1)).sum(1))
+    return torch.cat(parts, dim=1)
 
 
 @torch.no_grad()
@@ -62,7 +93,7 @@ def embed_all(encoder: TextEncoder, tokens: Tokens, settings: ContrastSettings, 
         for start in range(0, len(order), settings.batch_size):
             places = order[start : start + settings.batch_size]
             with autocast(encoder, settings):
-                out[_on(out.device, places)] = _embed(encoder, tokens, places)
+                out[_on(out.device, places)] = embed(encoder, tokens, places, at_once=len(places))
             bar.update(len(places))
     return out
 
@@ -78,8 +109,12 @@ def contrastive_loss(
         targets: (queries,) the passage of each query.
         forbidden: (queries, passages) True where a passage is relevant too and therefore no negative.
     """
-    logits = (queries @ passages.T / temperature).masked_fill(forbidden, float("-inf"))
-    return torch.nn.functional.cross_entropy(logits, targets)
+    return choice_loss(queries @ passages.T / temperature, targets, forbidden)
+
+
+def choice_loss(logits: Tensor, targets: Tensor, forbidden: Tensor) -> Tensor:
+    """Mean of -log softmax of each row's target among what is not forbidden."""
+    return torch.nn.functional.cross_entropy(logits.masked_fill(forbidden, float("-inf")), targets)
 
 
 @dataclass(frozen=True)
@@ -141,6 +176,7 @@ def train_round(
     steps = epochs * per_epoch
     schedule = get_linear_schedule_with_warmup(optimizer, round(settings.warmup * steps), steps)
     device = encoder.model.device
+    special = torch.tensor(special_pieces(encoder.tokenizer), device=device)
     label = f"train encoder: round {number} of {settings.refreshes}"
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus), tqdm(desc=label, total=steps, unit="step", disable=hide_bars()) as bar:
@@ -153,16 +189,17 @@ def train_round(
                 batch = Batch.make(mined.positives[chosen], negatives, relevant, passages.owners)
                 # hard negatives are of any length: of similar length they share a pass
                 batch = batch.by_length(passages.tokens.lengths)
+                targets, forbidden = _on(device, batch.targets), _on(device, batch.forbidden)
                 with autocast(encoder, settings):
-                    queries = embed(encoder, pairs.tokens, chosen, at_once=len(chosen))
-                    columns = embed(encoder, passages.tokens, batch.passages, at_once=settings.batch_size)
-                loss = contrastive_loss(
-                    queries,
-                    columns,
-                    _on(device, batch.targets),
-                    _on(device, batch.forbidden),
-                    temperature=settings.temperature,
-                )
+                    (queries,) = read(encoder, pairs.tokens, chosen, at_once=len(chosen))
+                    columns = read(encoder, passages.tokens, batch.passages, at_once=settings.batch_size)
+                    late = late_scores(queries, columns, special) if settings.late else None
+                vectors = torch.cat([part.vectors for part in columns])
+                loss = contrastive_loss(queries.vectors, vectors, targets, forbidden, temperature=settings.temperature)
+                if late is not None:
+                    loss = loss + settings.late * choice_loss(
+                        late.float() / settings.late_temperature, targets, forbidden
+                    )
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)

@@ -107,6 +107,18 @@ def encode_pieces(
     return {"vectors": vectors, "codes": np.concatenate(codes), "lengths": lengths}
 
 
+def special_pieces(tokenizer: Any) -> list[int]:
+    """Tokens that are no pieces of a text: those around it and those that stand for none, but not that of unknown words."""
+    return sorted({*tokenizer.all_special_ids, *tokenizer("")["input_ids"]} - {tokenizer.unk_token_id})
+
+
+def shares(ids: Tensor, mask: Tensor, special: Tensor) -> Tensor:
+    """What each token of queries (queries, tokens) counts in a mean over their pieces; where all are special, they do."""
+    counts = mask & (ids.unsqueeze(-1) != special).all(-1)
+    counts = torch.where(counts.any(1, keepdim=True), counts, mask)
+    return counts.float() / counts.sum(1, keepdim=True)
+
+
 def project(states: Tensor, directions: Tensor) -> Tensor:
     """Vectors of length 1 (..., width) from states of an encoder (..., its width)."""
     return torch.nn.functional.normalize(states.float() @ directions, dim=-1)

@@ -105,6 +105,7 @@ class TuneConfig(Section):
         batch_size: Pairs per step.
         lr: Highest learning rate of each round.
         temperature: Divides the cosines in the softmax.
+        late: Weight of a second loss, that of late interaction between word pieces; 0 leaves it out.
         seed: Same seed, same weights (on a CPU).
     """
 
@@ -115,11 +116,12 @@ class TuneConfig(Section):
     batch_size: int = 128
     lr: float = 7e-5
     temperature: float = 0.03
+    late: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = {"epochs": 0, "refreshes": 0, "negatives": 1, "batch_size": 2, "generated": 0}
+        least = {"epochs": 0, "refreshes": 0, "negatives": 1, "batch_size": 2, "generated": 0, "late": 0}
         check_least(self, least, "--tune.")
         check(0 < self.lr < 1 and self.temperature > 0, "--tune.lr and --tune.temperature are positive, lr below 1")
         check(

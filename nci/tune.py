@@ -122,6 +122,7 @@ def _train(
         batch_size=config.batch_size,
         lr=config.lr,
         temperature=config.temperature,
+        late=config.late,
         seed=config.seed,
     )
     read, prompt = Pairs.read(pairs, documents, encoder, settings), encoder.prompt("document")

@@ -9,15 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from tiny import make_documents, make_encoder, make_queries
 
 from nci import contrastive, tune
 from nci.config import EmbedConfig, TuneConfig
-from nci.contrastive import Mined, embed, embed_all, mine
+from nci.contrastive import Mined, embed, embed_all, late_scores, mine, read
 from nci.contrastive_data import Batch, ContrastSettings, Passages, Tokens, split_epoch
 from nci.embed import embed_documents
 from nci.encoders import ForeignEncoder, TextEncoder, read_settings
 from nci.errors import ConfigError, DataError, NciError
+from nci.pieces import special_pieces
 from nci.records import Document
 from nci.runtime import quiet
 
@@ -85,6 +87,52 @@ def test_generated_queries_teach_documents_without_real_ones(encoder: Path, tmp_
         for share in (0.0, 1.0)
     )
     assert beside > without + 0.2
+
+
+# ---- late interaction
+
+
+def close_scores(folder: Path, pairs: list[tuple[str, str]]) -> torch.Tensor:
+    """Late interaction of the texts of pairs with all documents."""
+    encoder = TextEncoder.load(folder, normalise=True, max_length=32)
+    texts, contents = [text for text, _ in pairs], [document.content for document in DOCUMENTS]
+    special = torch.tensor(special_pieces(encoder.tokenizer))
+    with torch.no_grad():
+        (asked,), seen = (
+            read(encoder, Tokens.of(encoder.tokenize(part)), np.arange(len(part)), at_once=size)
+            for part, size in ((texts, len(texts)), (contents, 7))
+        )
+        return late_scores(asked, seen, special)
+
+
+def test_late_scores_are_means_of_the_best_cosines(encoder: Path) -> None:
+    reader = TextEncoder.load(encoder, max_length=32)
+    special = special_pieces(reader.tokenizer)
+
+    def pieces(text: str, *, query: bool) -> NDArray[np.float32]:
+        (row,) = reader.tokenize([text])
+        ids, mask = reader.pad([row])
+        with torch.no_grad():
+            states = reader.model(input_ids=ids, attention_mask=mask).last_hidden_state[0].numpy()
+        kept = [place for place, token in enumerate(row) if not (query and token in special)]
+        return states[kept] / np.linalg.norm(states[kept], axis=1, keepdims=True)
+
+    found = close_scores(encoder, PAIRS[:5]).numpy()
+    for (text, _), scores in zip(PAIRS[:5], found, strict=True):
+        asked = pieces(text, query=True)
+        wanted = [(asked @ pieces(each.content, query=False).T).max(1).mean() for each in DOCUMENTS]
+        np.testing.assert_allclose(scores, wanted, atol=1e-5)
+
+
+def test_a_second_loss_teaches_late_interaction(encoder: Path, tmp_path: Path) -> None:
+    rows = torch.tensor([[document.doc_id for document in DOCUMENTS].index(doc_id) for _, doc_id in PAIRS])
+
+    def likely(folder: Path) -> float:
+        scores = close_scores(folder, PAIRS) / 0.02
+        return float(scores.log_softmax(1).gather(1, rows.unsqueeze(1)).mean())
+
+    without, beside = (likely(tuned(encoder, tmp_path / str(late), late=late, epochs=8)) for late in (0.0, 1.0))
+    assert beside > without + 0.05
 
 
 @pytest.mark.parametrize("normalise", [True, False])

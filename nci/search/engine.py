@@ -20,7 +20,7 @@ from nci.encoders import TextEncoder
 from nci.errors import ConfigError, DataError, MemoryFullError
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
-from nci.pieces import PieceVectors
+from nci.pieces import PieceVectors, special_pieces
 from nci.runtime import one_thread_each
 from nci.search.backend import Backend, choose_precision, padded
 from nci.search.content import Content, DocumentVectors
@@ -107,9 +107,7 @@ class Engine:
         if self.pieces is None or not self.model.config.late:
             return None
         precision = choose_precision(self.precision, self.device)
-        # the tokens around a text, and those that stand for none; but not the one of an unknown word
-        known = {*self.tokenizer.all_special_ids, *self.tokenizer("")["input_ids"]}
-        special = sorted(known - {self.tokenizer.unk_token_id})
+        special = special_pieces(self.tokenizer)
         return LateScores(self.pieces, special, candidates=self.candidates, device=self.device, precision=precision)
 
     @cached_property

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nci.pieces import UNIT, PieceVectors, project
+from nci.pieces import UNIT, PieceVectors, project, shares
 from nci.search.linear import Precision
 
 _NUMBERS_AT_ONCE = 2**27  # codes that are compared together
@@ -74,15 +74,12 @@ class LateScores:
     def compare(self, asked: Asked, chosen: Tensor) -> Tensor:
         """late(q, d) of some documents (queries, documents) of each query."""
         states, ids, mask = asked
-        counts = mask & (ids.unsqueeze(-1) != self.special).all(-1)
-        counts = torch.where(counts.any(1, keepdim=True), counts, mask)  # a query of special tokens alone
         pieces = project(states, self.directions).to(self.dtype)  # (queries, tokens, width)
         numbers = chosen.shape[1] * self.longest * self.codes.shape[1]
         step = max(1, _NUMBERS_AT_ONCE // numbers) if self.device != "cpu" else 1
         best = self._best_codes if self.int8 else self._best
         parts = [best(pieces[i : i + step], chosen[i : i + step]) for i in range(0, len(pieces), step)]
-        weights = counts.float() / counts.sum(1, keepdim=True)  # (queries, tokens)
-        return torch.einsum("qdt,qt->qd", torch.cat(parts), weights) / UNIT
+        return torch.einsum("qdt,qt->qd", torch.cat(parts), shares(ids, mask, self.special)) / UNIT
 
     def _rows(self, chosen: Tensor) -> tuple[Tensor, torch.Size]:
         """Codes of documents (queries, documents), one below the other, and their shape (queries, documents, longest)."""
