@@ -563,6 +563,7 @@ def test_zeroed_and_untrained_systems_have_it(index: Index) -> None:
         assert_exact(other)
 
 
+@pytest.mark.slow
 def test_an_index_without_pieces_has_no_part_of_it(make: Callable[..., Path], tmp_path: Path) -> None:
     other = make_encoder(tmp_path / "other", seed=3)
     changes: list[dict[str, Any]] = [

@@ -708,6 +708,7 @@ def test_an_empty_folder_and_one_with_hidden_files_do(encoder: Path, beir: Path,
     assert build(beir, tmp_path, tiny_config(encoder)).parent == tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_mpnet_from_tuning_to_search(beir: Path, tmp_path: Path, ok: Callable[..., str], precision: str) -> None:
     """Another encoder through all stages, trained in two of them; words that only one document has find it."""
