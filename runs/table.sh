@@ -3,6 +3,8 @@
 #
 #   runs/table.sh DATA_ROOT OUT              what the tables of the README are made with
 #   QUICK=1 runs/table.sh DATA_ROOT OUT      few systems, one seed, the preset fast: for two CPU cores
+#   BESIDE=1 SYSTEMS=nci,nci-zeroed,bm25+qg SEEDS=1 JOBS=1 runs/table.sh DATA_ROOT OUT
+#                                            all data sets at once, beside each other on one GPU: the index alone, the soonest
 #
 # OUT/NAME gets table.txt, table.json, table.tex, table.png and all that was built, OUT/summary.md R@1 of all. The same command
 # takes up a killed run, and where everything is there it only prints. `nci compare --help` explains the systems. PYTHON names the
@@ -55,23 +57,45 @@ print("\n" + "\n".join(lines))
 END
 }
 
-root=$1 out=$2 found=0
-for data in "$root" "$root"/*; do
-  [[ -e $data/corpus.jsonl && -e $data/qrels/test.tsv ]] || continue
-  found=1 name=$(basename "$(realpath "$data")") splits=test
+# One data set.
+table() { # FOLDER
+  local data=$1 name splits=test
+  name=$(basename "$(realpath "$data")")
   [[ -e $data/qrels/test-unseen.tsv ]] && splits=test,test-unseen
   printf '\n== %s\n' "$name" >&2
   mkdir -p "$out/$name"
   "$PYTHON" -m nci compare "$data" --systems "$SYSTEMS" --split "$splits" --seeds "$SEEDS" --variant-seeds 1 --jobs "$JOBS" --preset "$PRESET" \
-    -o "$out/$name" --json "$out/$name/table.json" --latex "$out/$name/table.tex" --plot "$out/$name/table.png" |
-    tee "$out/$name/table.tmp" || {
+    -o "$out/$name" --json "$out/$name/table.json" --latex "$out/$name/table.tex" --plot "$out/$name/table.png" >"$out/$name/table.tmp" || {
     rm -f "$out/$name/table.tmp"
-    exit 1
+    return 1
   }
   mv "$out/$name/table.tmp" "$out/$name/table.txt"
+  cat "$out/$name/table.txt"
+}
+
+# Processes beside each other share one GPU only inside NVIDIA's service, which this begins where it is installed.
+if [[ -n ${BESIDE:-} && -z ${INSIDE:-} ]]; then
+  export INSIDE=1
+  exec "$PYTHON" -c 'import subprocess, sys
+from nci.mps import shared_gpu
+with shared_gpu(True):
+    sys.exit(subprocess.run(sys.argv[1:]).returncode)' bash "$0" "$@"
+fi
+root=$1 out=$2 found=0 failed=0 running=()
+for data in "$root" "$root"/*; do
+  [[ -e $data/corpus.jsonl && -e $data/qrels/test.tsv ]] || continue
+  found=1
+  if [[ -n ${BESIDE:-} ]]; then
+    table "$data" &
+    running+=($!)
+  else
+    table "$data" || exit 1
+  fi
 done
+for each in "${running[@]}"; do wait "$each" || failed=1; done
 ((found)) || {
   echo "${0##*/}: there is no BEIR folder in $root: corpus.jsonl, queries.jsonl and qrels/test.tsv were expected" >&2
   exit 1
 }
 summary
+((!failed))

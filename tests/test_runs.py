@@ -359,6 +359,25 @@ def test_a_table_for_every_data_set(folders: dict[str, Path], tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_tables_beside_each_other(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Two data sets at once; one that fails is said, and does not take the other with it."""
+    for name in ("one", "two"):
+        make_beir(tmp_path / "data" / name)
+    settings = tmp_path / "tiny.yaml"
+    settings.write_text(yaml.safe_dump(tiny_values(folders["encoder"], train={"epochs": 0.5})))
+    chosen = {"BESIDE": "1", "SEEDS": "1", "JOBS": "1", "PRESET": str(settings), "SYSTEMS": "bm25,nci"}
+    result = script("table", tmp_path / "data", tmp_path / "out", **chosen)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert (tmp_path / "out" / "summary.md").read_text().startswith("| R@1 | one | two |\n")
+    (tmp_path / "data" / "two" / "queries.jsonl").write_text("{")
+    shutil.rmtree(tmp_path / "out" / "two")
+    result = script("table", tmp_path / "data", tmp_path / "out", **chosen)
+    assert result.returncode == 1
+    assert "queries.jsonl" in result.stderr
+    assert (tmp_path / "out" / "summary.md").read_text().startswith("| R@1 | one |\n")
+
+
+@pytest.mark.slow
 def test_ablations_that_fail_leave_no_table(folders: dict[str, Path], tmp_path: Path) -> None:
     make_beir(tmp_path / "data" / "one")
     (tmp_path / "wrong.yaml").write_text("train: {epochs: -1}")
