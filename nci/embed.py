@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from nci.config import EmbedConfig, content_key
@@ -25,7 +24,17 @@ from nci.errors import DataError
 from nci.pieces import encode_pieces, find_projection
 from nci.records import Document
 from nci.runtime import uses_bf16
-from nci.shards import Arrays, Shard, check_engine, map_shards, read_shard, rename_durably, report
+from nci.shards import (
+    Arrays,
+    Shard,
+    check_engine,
+    map_shards,
+    read_shard,
+    rename_durably,
+    report,
+    shard_rows,
+    write_rows,
+)
 
 log = logging.getLogger("nci")
 
@@ -160,15 +169,9 @@ def _shards(documents: Iterable[Document], size: int, *, key: str) -> Iterator[S
 
 def _assemble(files: Sequence[Path], name: str, target: Path) -> np.ndarray[Any, Any]:
     """The arrays of one name in all shards, one below the other."""
-    first = read_shard(files[0])[name]
-    rows = [len(first), *(len(read_shard(file)[name]) for file in files[1:])]
+    first, rows = read_shard(files[0], name)[name], sum(shard_rows(file, name) for file in files)
     temporary = target.with_name(target.name + ".tmp")
-    joined = open_memmap(temporary, mode="w+", dtype=first.dtype, shape=(sum(rows), *first.shape[1:]))
-    end = 0
-    for file, count in zip(files, rows, strict=True):
-        joined[end : end + count] = read_shard(file)[name]
-        end += count
-    joined.flush()
-    del joined
+    parts = (read_shard(file, name)[name] for file in files)
+    write_rows(temporary, parts, (rows, *first.shape[1:]), first.dtype)
     rename_durably(temporary, target)
     return np.load(target, mmap_mode="r")  # type: ignore[no-any-return]

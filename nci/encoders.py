@@ -40,7 +40,6 @@ _POOLING_FLAGS: dict[Pooling, str] = {
 }
 _PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 _MASKED_ALIKE = ("bert", "roberta", "xlm-roberta")  # encoders whose layers all take the same mask
-_NOTHING = torch.finfo(torch.float32).min
 _BLOCK = 8192  # texts tokenised at once: enough for sorting by length to pay, little enough for any corpus
 _UNLIMITED = 10**6  # transformers writes "no limit" as a number without meaning
 _CHARS_PER_PIECE = 16  # English has 4 to 5; see `TextEncoder.tokenize`
@@ -79,8 +78,8 @@ def fetch_encoder(name: str | Path) -> Path:
         raise MissingModelError(how_to_install(str(name)) if name in HUB else advice) from error
 
 
-def wide_mask(config: Any, mask: Tensor) -> Tensor:
-    """A mask (batch, tokens) of what is read, in the form that an encoder takes as it is.
+def wide_mask(config: Any, mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A mask (batch, tokens) of what is read, in the form that an encoder with weights of some type takes as it is.
 
     From one of two dimensions transformers would make this one itself, after asking the device, and waiting for the answer,
     whether it is all ones.
@@ -88,7 +87,8 @@ def wide_mask(config: Any, mask: Tensor) -> Tensor:
     if config.model_type in _MASKED_ALIKE and config._attn_implementation == "sdpa":
         return mask.bool()[:, None, None, :].expand(-1, -1, mask.shape[1], -1)
     if config.model_type == "mpnet":  # adds it to the logits
-        return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask.bool(), _NOTHING)[:, None, None, :]
+        nothing = torch.finfo(dtype).min
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask.bool(), nothing)[:, None, None, :]
     return mask.long()
 
 
@@ -101,7 +101,8 @@ def token_states(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
     if ids.device.type == "cpu":
         return cast(Tensor, model(input_ids=ids, attention_mask=mask.long()).last_hidden_state)
     with ids.device:
-        return cast(Tensor, model(input_ids=ids, attention_mask=wide_mask(model.config, mask)).last_hidden_state)
+        wide = wide_mask(model.config, mask, model.dtype)
+        return cast(Tensor, model(input_ids=ids, attention_mask=wide).last_hidden_state)
 
 
 def pool_tokens(hidden: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:

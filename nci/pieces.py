@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 from torch import Tensor
 
 from nci.encoders import TextEncoder, pool_tokens, token_states
 from nci.errors import DataError
+from nci.shards import write_rows
 
 UNIT = 127  # a code of 1.0
 
@@ -43,12 +43,9 @@ class PieceVectors:
         """`codes.npy` with the pieces of the documents one after the other, `lengths.npy`, `projection.npy`."""
         folder.mkdir(parents=True, exist_ok=True)
         shape = (int(self.lengths.sum()), self.codes.shape[1])
-        codes = open_memmap(folder / "codes.npy", mode="w+", dtype=np.int8, shape=shape)
-        end = 0
-        for start, length in zip(self.first.tolist(), self.lengths.tolist(), strict=True):
-            codes[end : end + length] = self.codes[start : start + length]
-            end += length
-        codes.flush()
+        places = zip(self.first.tolist(), self.lengths.tolist(), strict=True)
+        each = (self.codes[start : start + length] for start, length in places)
+        write_rows(folder / "codes.npy", each, shape, np.dtype(np.int8))
         np.save(folder / "lengths.npy", self.lengths.astype(np.int32), allow_pickle=False)
         np.save(folder / "projection.npy", self.projection, allow_pickle=False)
 

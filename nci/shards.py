@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from safetensors import safe_open
 from safetensors.numpy import load_file, save
 from tqdm import tqdm
 
@@ -97,9 +98,28 @@ def check_engine(engine: str) -> None:
         raise ConfigError(f"--engine {engine!r} does not exist; the engines are: {', '.join(ENGINES)}")
 
 
-def read_shard(file: Path) -> Arrays:
-    """The arrays of one shard."""
-    return load_file(file)
+def read_shard(file: Path, *names: str) -> Arrays:
+    """The arrays of one shard, or some of them."""
+    if not names:
+        return load_file(file)
+    with safe_open(file, "np") as arrays:
+        return {name: arrays.get_tensor(name) for name in names}
+
+
+def shard_rows(file: Path, name: str) -> int:
+    """How many rows one array of a shard has, which is not read."""
+    with safe_open(file, "np") as arrays:
+        return int(arrays.get_slice(name).get_shape()[0])
+
+
+def write_rows(path: Path, parts: Iterable[np.ndarray[Any, Any]], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Arrays one below the other as one .npy file, never all of them in memory; a full disk is an error, as it would
+    not be in a file that is mapped."""
+    with path.open("wb") as file:
+        head = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, head)
+        for part in parts:
+            file.write(np.ascontiguousarray(part).data)
 
 
 def is_finished(file: Path, *, key: str) -> bool:

@@ -38,7 +38,7 @@ _GENERATION = re.compile(r"generation-([0-9]{6,12})")
 _STAGING = re.compile(r"staging-([0-9]+|current|generation-[0-9]+)")
 _SAFE_NAME = re.compile(r"(?!manifest\.json$)((?!\.)[A-Za-z0-9._-]{1,128}(/(?!$)|$)){1,8}")
 _ROLE = re.compile(
-    r"(?P<embedder>embedder/)|(?P<lexical>lexical/)|(?P<trie>trie\.)|(?P<edges>edges\.)"
+    r"(?P<embedder>embedder/)|(?P<lexical>lexical/)|(?P<pieces>pieces/)|(?P<trie>trie\.)|(?P<edges>edges\.)"
     r"|(?P<vectors>vectors\.|centroids\.)|(?P<documents>documents\.|offsets\.|doc_ids\.)"
     r"|(?P<tokenizer>tokenizer|special_tokens|vocab|spiece)|(?P<model>model|config\.json|generation_config)"
     r"|(?P<card>README\.md)"

@@ -602,6 +602,16 @@ def test_a_wide_mask_says_the_same(tmp_path: Path, kind: str, shape: tuple[int, 
     assert torch.equal(token_states(model, IDS, SEEN)[SEEN.bool()], states[0])
 
 
+@pytest.mark.parametrize("kind", ["bert", "mpnet", "t5"])
+def test_a_wide_mask_is_of_the_type_of_the_weights(tmp_path: Path, kind: str) -> None:
+    model = TextEncoder.load(make_encoder(tmp_path, kind=kind), dtype="bfloat16").model
+    plain, wide = (
+        model(input_ids=IDS, attention_mask=mask).last_hidden_state[SEEN.bool()]
+        for mask in (SEEN, wide_mask(model.config, SEEN, model.dtype))
+    )
+    torch.testing.assert_close(plain, wide, atol=0.05, rtol=0.05)
+
+
 def test_other_masks_keep_their_form(tmp_path: Path) -> None:
     other = TextEncoder.load(make_encoder(tmp_path, kind="t5"))
     assert torch.equal(wide_mask(other.model.config, SEEN.bool()), SEEN)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from nci.errors import ConfigError
-from nci.shards import Arrays, Shard, map_shards, read_shard, report
+from nci.shards import Arrays, Shard, map_shards, read_shard, report, shard_rows, write_rows
 
 WORK = [Shard(key=f"key-{i}", items=list(range(i, i + 3))) for i in range(5)]
 
@@ -208,3 +209,28 @@ def test_the_bar_counts_each_item_once(tmp_path: Path, monkeypatch: pytest.Monke
     map_shards(lambda: work, WORK[:2], tmp_path, describe="square")
     report(1)  # outside a run there is no bar to move
     assert updates == [3, 2, 1]  # the finished shard, what the worker reported, the rest
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 4)])
+def test_rows_are_written_as_numpy_would(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    parts = [np.random.default_rng(n).integers(-100, 100, (n, *shape)).astype(np.int8) for n in (3, 0, 5)]
+    parts.append(np.asfortranarray(parts[2]))
+    whole = np.concatenate(parts)
+    write_rows(tmp_path / "some.npy", iter(parts), whole.shape, whole.dtype)
+    np.save(tmp_path / "other.npy", whole)
+    assert (tmp_path / "some.npy").read_bytes() == (tmp_path / "other.npy").read_bytes()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no disk that is always full")
+def test_a_full_disk_is_an_error() -> None:
+    with pytest.raises(OSError, match="No space left"):
+        write_rows(Path("/dev/full"), [np.zeros((1000, 1000))], (1000, 1000), np.dtype(np.float64))
+
+
+def test_some_arrays_of_a_shard(tmp_path: Path) -> None:
+    arrays = {"a": np.arange(6.0).reshape(2, 3), "b": np.zeros(0, np.int8)}
+    save_file(arrays, tmp_path / "shard.safetensors")
+    assert [shard_rows(tmp_path / "shard.safetensors", name) for name in arrays] == [2, 0]
+    found = read_shard(tmp_path / "shard.safetensors", "a")
+    assert list(found) == ["a"]
+    np.testing.assert_array_equal(found["a"], arrays["a"])

@@ -300,7 +300,9 @@ class Engine:
         torch.nn.init.zeros_(model.head.out.weight)
         if model.head.bias is not None:
             torch.nn.init.zeros_(model.head.bias)
-        return replace(self, model=model, edges=None if self.edges is None else self.edges.without_edges())
+        other = replace(self, model=model, edges=None if self.edges is None else self.edges.without_edges())
+        other.late = self.late  # its codes may fill much of a GPU
+        return other
 
 
 def _gpu_batch(documents: int) -> int:
