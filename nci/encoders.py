@@ -290,14 +290,18 @@ class TextEncoder:
             return []
         return list(self.tokenizer(texts, truncation=True, max_length=limit, return_attention_mask=False)["input_ids"])
 
-    def _encode_block(self, texts: list[str], batch_size: int) -> Iterator[tuple[NDArray[np.intp], Tensor]]:
+    def states(self, texts: Sequence[str], batch_size: int) -> Iterator[tuple[NDArray[np.intp], Tensor, Tensor]]:
+        """Of texts as they are, batch by batch: their places, states (batch, tokens, width) and mask (batch, tokens)."""
         rows = self.tokenize(texts)
         # longest first: what does not fit in memory fails at once, not after hours
         order = np.argsort([-len(row) for row in rows], kind="stable")
         for places in np.split(order, range(batch_size, len(order), batch_size)):
             ids, mask = self.pad([rows[i] for i in places])
-            hidden = self.model(input_ids=ids, attention_mask=mask).last_hidden_state  # (batch, tokens, width)
-            yield places, pool_tokens(hidden, mask, self.settings.pooling)
+            yield places, token_states(self.model, ids, mask), mask
+
+    def _encode_block(self, texts: list[str], batch_size: int) -> Iterator[tuple[NDArray[np.intp], Tensor]]:
+        for places, states, mask in self.states(texts, batch_size):
+            yield places, pool_tokens(states, mask, self.settings.pooling)
 
 
 class ForeignEncoder(TextEncoder):

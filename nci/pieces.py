@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nci.encoders import TextEncoder, pool_tokens, token_states
+from nci.encoders import TextEncoder, pool_tokens
 from nci.errors import DataError
 from nci.shards import write_rows
 
@@ -68,7 +68,7 @@ class PieceVectors:
 def find_projection(encoder: TextEncoder, texts: Sequence[str], width: int) -> NDArray[np.float32]:
     """The directions in which the pieces of some documents differ most: (width of the encoder, width)."""
     total = torch.zeros(encoder.width, encoder.width, dtype=torch.float64)
-    for _, states, mask in _states(encoder, texts, 32):
+    for _, states, mask in encoder.states(_prompted(encoder, texts), 32):
         pieces = torch.nn.functional.normalize(states[mask.bool()].float(), dim=-1)
         total += (pieces.T @ pieces).double().cpu()
     _, directions = torch.linalg.eigh(total)  # the strongest come last
@@ -91,7 +91,7 @@ def encode_pieces(
     vectors = np.empty((len(texts), encoder.width), dtype=np.float32)
     codes: list[NDArray[np.int8]] = [np.empty(0, np.int8)] * len(texts)
     directions = torch.as_tensor(projection, device=encoder.model.device)
-    for places, states, mask in _states(encoder, texts, batch_size):
+    for places, states, mask in encoder.states(_prompted(encoder, texts), batch_size):
         pooled = pool_tokens(states, mask, encoder.settings.pooling)
         pooled = torch.nn.functional.normalize(pooled, dim=-1) if encoder.settings.normalise else pooled
         vectors[places] = pooled.float().cpu().numpy()
@@ -121,10 +121,5 @@ def project(states: Tensor, directions: Tensor) -> Tensor:
     return torch.nn.functional.normalize(states.float() @ directions, dim=-1)
 
 
-def _states(encoder: TextEncoder, texts: Sequence[str], batch_size: int) -> Any:
-    """Places, states (batch, tokens, width) and mask of the texts, the longest first, so that memory fails at once."""
-    rows = encoder.tokenize([encoder.prompt("document") + text for text in texts])
-    order = np.argsort([-len(row) for row in rows], kind="stable")
-    for places in np.split(order, range(batch_size, len(order), batch_size)):
-        ids, mask = encoder.pad([rows[i] for i in places])
-        yield places, token_states(encoder.model, ids, mask.bool()), mask
+def _prompted(encoder: TextEncoder, texts: Sequence[str]) -> list[str]:
+    return [encoder.prompt("document") + text for text in texts]
