@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPI
 
 from nci.embedded import ENCODER_FILES, HUB, find_embedded, how_to_install
 from nci.errors import ConfigError, MissingModelError, MissingPackageError
+from nci.lean import make_lean
 from nci.progress import hide_bars
 from nci.runtime import quiet
 
@@ -365,6 +366,7 @@ def _load_plain(folder: Path, dtype: str) -> tuple[Any, Any]:
         reason = str(error).strip().partition("\n")[0]
         expected = "expected a Hugging Face folder with config.json, a tokenizer and model.safetensors"
         raise MissingModelError(f"no encoder could be read from {folder}: {reason}; {expected}") from error
+    make_lean(model)
     return model, tokenizer
 
 

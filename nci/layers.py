@@ -7,6 +7,7 @@ looks up the keys and values of its ancestors by index. Knows nothing of trees, 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,12 +15,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def is_mixed(x: Tensor) -> bool:
+    """Whether layers convert what they read, where `x` is."""
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def as_read(x: Tensor) -> Tensor:
+    """The same in the number format that layers read, where else each of them would convert it."""
+    return x.to(torch.get_autocast_dtype(x.device.type)) if is_mixed(x) else x
+
+
+def norm_as_read(norm: Callable[..., Tensor], x: Tensor, shape: Sequence[int], *weights: Tensor, eps: float) -> Tensor:
+    """A norm of the states `x`, in the format that layers read; sums inside it are float32 all the same."""
+    if not is_mixed(x):
+        return norm(x, shape, *weights, eps=eps)
+    with torch.autocast(x.device.type, enabled=False):
+        normed = norm(x, shape, *(weight.to(x.dtype) for weight in weights), eps=eps)
+    return as_read(normed)
+
+
 class Norm(nn.RMSNorm):
-    """RMS norm whose result is in the number format that the layers behind it read, where else each would convert it."""
+    """RMS norm whose result is what the layers behind it read."""
 
     def forward(self, x: Tensor) -> Tensor:
-        normed, kind = super().forward(x), x.device.type
-        return normed.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else normed
+        return norm_as_read(F.rms_norm, x, self.normalized_shape, self.weight, eps=self.eps or 0.0)
 
 
 class Attention(nn.Module):
@@ -111,7 +131,7 @@ class Stack(nn.Module):
         self, x: Tensor, memories: list[tuple[Tensor, Tensor]] | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """Outputs at every position of `x` (batch, positions, d), each seeing only what comes before it."""
-        x = self.dropout(x)
+        x = self.dropout(as_read(x))
         for number, block in enumerate(self.blocks):
             x = block(x, memories[number] if memories else None, mask)
         return self.dropout(self.norm(x))  # type: ignore[no-any-return]
