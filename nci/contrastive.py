@@ -12,6 +12,7 @@ MultipleNegativesRankingLoss. Nothing in a step waits for a GPU. Knows nothing o
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import get_linear_schedule_with_warmup
 
@@ -34,6 +36,8 @@ from nci.runtime import quiet, uses_bf16
 
 MAX_GRAD_NORM = 1.0
 WEIGHT_DECAY = 0.01
+_KEPT = 1 / 6  # of the device's memory, for what gradients need: others may be at work beside this training
+_BYTES_KEPT = 40  # per token, layer and number of a state, in bf16: mostly inside the feed-forward layers
 _SCORES_AT_ONCE = 2**25  # entries of a block of the score matrix: 128 MiB
 
 
@@ -57,16 +61,34 @@ class Seen(NamedTuple):
     mask: Tensor  # (texts, tokens)
 
 
-def read(encoder: TextEncoder, tokens: Tokens, texts: Rows, *, at_once: int) -> list[Seen]:
-    """Some of the texts, in their order, `at_once` per forward pass; keeps gradients."""
+def read(encoder: TextEncoder, tokens: Tokens, texts: Rows, *, at_once: int, keep: float = float("inf")) -> list[Seen]:
+    """Some of the texts, in their order, `at_once` per forward pass; keeps gradients.
+
+    Args:
+        keep: Tokens whose way through the layers is kept for the gradients. What is beyond them goes the same way again.
+    """
     device, pad = encoder.model.device, encoder.tokenizer.pad_token_id or 0
     out = []
     for part in np.array_split(texts, -(-len(texts) // at_once)):
         ids, mask = (_on(device, each) for each in tokens.padded(part, pad))
-        states = token_states(encoder.model, ids, mask)  # (texts, tokens, width)
+        keep -= ids.numel()
+        if keep < 0 and torch.is_grad_enabled():
+            states = checkpoint(token_states, encoder.model, ids, mask, use_reentrant=False)
+        else:
+            states = token_states(encoder.model, ids, mask)  # (texts, tokens, width)
         pooled = pool_tokens(states, mask.long(), encoder.settings.pooling).float()
         out.append(Seen(torch.nn.functional.normalize(pooled, dim=-1), states, ids, mask))
     return out
+
+
+def kept_tokens(encoder: TextEncoder) -> float:
+    """Tokens whose way through all layers fits into a sixth of the device's memory."""
+    config, device = encoder.model.config, encoder.model.device
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return float(memory * _KEPT / (_BYTES_KEPT * config.num_hidden_layers * config.hidden_size))
 
 
 def late_scores(queries: Seen, passages: Sequence[Seen], special: Tensor) -> Tensor:
@@ -177,6 +199,7 @@ def train_round(
     schedule = get_linear_schedule_with_warmup(optimizer, round(settings.warmup * steps), steps)
     device = encoder.model.device
     special = torch.tensor(special_pieces(encoder.tokenizer), device=device)
+    keep = kept_tokens(encoder)
     label = f"train encoder: round {number} of {settings.refreshes}"
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus), tqdm(desc=label, total=steps, unit="step", disable=hide_bars()) as bar:
@@ -192,7 +215,7 @@ def train_round(
                 targets, forbidden = _on(device, batch.targets), _on(device, batch.forbidden)
                 with autocast(encoder, settings):
                     (queries,) = read(encoder, pairs.tokens, chosen, at_once=len(chosen))
-                    columns = read(encoder, passages.tokens, batch.passages, at_once=settings.batch_size)
+                    columns = read(encoder, passages.tokens, batch.passages, at_once=settings.batch_size, keep=keep)
                     late = late_scores(queries, columns, special) if settings.late else None
                 vectors = torch.cat([part.vectors for part in columns])
                 loss = contrastive_loss(queries.vectors, vectors, targets, forbidden, temperature=settings.temperature)

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tiny import make_documents, make_encoder, make_queries
+from torch import Tensor
 
 from nci import contrastive, tune
 from nci.config import EmbedConfig, TuneConfig
-from nci.contrastive import Mined, embed, embed_all, late_scores, mine, read
+from nci.contrastive import Mined, embed, embed_all, kept_tokens, late_scores, mine, read
 from nci.contrastive_data import Batch, ContrastSettings, Passages, Tokens, split_epoch
 from nci.embed import embed_documents
 from nci.encoders import ForeignEncoder, TextEncoder, read_settings
@@ -224,6 +225,35 @@ def test_the_same_seed_gives_the_same_weights(encoder: Path, tmp_path: Path) -> 
     first = bits("a")
     assert bits("again") == first
     assert len({first, bits("seed", seed=1), bits("lr", lr=1e-3), bits("more", negatives=3)}) == 4
+
+
+@pytest.mark.parametrize("late", [0.0, 1.0])
+def test_what_is_not_kept_for_the_gradients_is_read_again_with_the_same_result(
+    monkeypatch: pytest.MonkeyPatch, encoder: Path, tmp_path: Path, late: float
+) -> None:
+    passes: list[bool] = []
+    real = contrastive.token_states
+
+    def counted(*given: Any) -> Tensor:
+        passes.append(torch.is_grad_enabled())
+        return real(*given)
+
+    monkeypatch.setattr(contrastive, "token_states", counted)
+    found = []
+    for keep in (float("inf"), 300.0, 0.0):
+        monkeypatch.setattr(contrastive, "kept_tokens", lambda encoder, keep=keep: keep)
+        passes.clear()
+        found.append((weights(tuned(encoder, tmp_path / str(keep), refreshes=1, late=late)), sum(passes)))
+    (whole, once), (partly, more), (nothing, most) = found
+    assert whole == partly == nothing
+    assert once < more < most
+
+
+def test_a_larger_encoder_keeps_fewer_tokens(encoder: Path) -> None:
+    reader = TextEncoder.load(encoder)
+    kept = kept_tokens(reader)
+    reader.model.config.num_hidden_layers *= 2
+    assert kept_tokens(reader) == kept / 2
 
 
 def test_a_killed_run_goes_on_after_its_last_round(
