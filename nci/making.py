@@ -27,12 +27,14 @@ from nci.embed import fingerprint as encoder_fingerprint
 from nci.encoders import TextEncoder, fetch_encoder
 from nci.errors import ConfigError
 from nci.expansion import OwnScores, appended_queries, expanded_scores
+from nci.importance import learn_importance
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.pack import DocumentFile
 from nci.pairs import BatchPlan, make_pairs, write_plan
 from nci.pieces import PieceVectors
 from nci.records import Document
+from nci.search.engine import is_query
 from nci.store import waiting_lock
 from nci.train import train
 from nci.training_data import TrainingData
@@ -188,7 +190,7 @@ class Making:
             plan = _plan_stage(stages, input_key, self.documents, data, assembly, lexical, own_lexical)
             counts = plan.counts
             _train(model, plan, assembly, data, out, device=device)
-        return Made(tree, assembly, model, counts, out)
+        return Made(tree, _weigh(assembly, model, data), model, counts, out)
 
     def _tune(self, stages: Stages, data: TrainingData) -> Path:
         """The folder of the encoder, trained on the pairs."""
@@ -305,3 +307,21 @@ def _train(model: NCIModel, plan: BatchPlan, assembly: Assembly, data: TrainingD
     if int(os.environ.get("RANK", "0")) == 0:
         seconds = time.monotonic() - started
         log.info("%-10s %d batches of %d in %.1f s", "train", len(plan), assembly.config.train.batch_size, seconds)
+
+
+def _weigh(assembly: Assembly, model: NCIModel, data: TrainingData) -> Assembly:
+    """The same with what the pieces of a query count, where late interaction can learn it."""
+    most, pieces = assembly.config.train.importance, assembly.pieces
+    if pieces is None or not data.real or not most or int(os.environ.get("RANK", "0")) != 0:
+        return assembly
+    started = time.monotonic()
+    texts, rows = zip(*((text, row) for text, row in data.real if is_query(text)), strict=True)
+    leaves = assembly.leaf_of_row[list(rows)]
+    learned = learn_importance(assembly.engine(model), texts, leaves, most=most, seed=assembly.config.train.seed)
+    log.info(
+        "%-10s of word pieces, from %d queries in %.1f s",
+        "importance",
+        min(most, len(texts)),
+        time.monotonic() - started,
+    )
+    return replace(assembly, pieces=replace(pieces, importance=learned))

@@ -252,22 +252,34 @@ class Engine:
     def encode(self, texts: Sequence[str]) -> EncodedQueries:
         """Everything about some queries that does not depend on the beam, by the model's own modules."""
         model = self.reference
-        tokens = self.tokenise(list(texts))
-        # Padded here: a tokenizer that pads remembers it, and would pad the queries of other threads, too.
-        ids, lengths = padded(tokens, pad=int(self.tokenizer.pad_token_id or 0))
-        mask = (torch.arange(ids.shape[1]) < lengths.unsqueeze(1)).long().to(self.device)
-        states, vectors = model.encode(ids.to(self.device), mask)
-        lexical = None
-        if self.lexical is not None:
-            lexical = torch.as_tensor(self.lexical.normalised(texts), device=self.device)
+        queries, vectors, lexical = self._read(texts)
         stored = self.stored_vectors(texts, len(texts))
         asked = vectors if stored is None else stored
         late = None
         if self.late is not None:
             first = model.document_scores(asked, lexical, choosing=True)
-            chosen, above = self.late.above(first, Asked(states, ids.to(self.device), mask.bool()))
+            chosen, above = self.late.above(first, queries)
             late = torch.zeros_like(first).scatter_(1, chosen, above)
-        return EncodedQueries(states, mask, vectors, model.anchors(asked, lexical, late=late), late)
+        mask = queries.mask.long()
+        return EncodedQueries(queries.states, mask, vectors, model.anchors(asked, lexical, late=late), late)
+
+    def candidates_of(self, texts: Sequence[str]) -> tuple[Asked, Tensor]:
+        """Some queries, and the scores (queries, documents) by which late interaction chooses what to compare."""
+        queries, vectors, lexical = self._read(texts)
+        stored = self.stored_vectors(texts, len(texts))
+        return queries, self.reference.document_scores(vectors if stored is None else stored, lexical, choosing=True)
+
+    def _read(self, texts: Sequence[str]) -> tuple[Asked, Tensor, Tensor | None]:
+        """States of some queries, their vectors, and lexical scores (queries, documents) where there are any."""
+        tokens = self.tokenise(list(texts))
+        # Padded here: a tokenizer that pads remembers it, and would pad the queries of other threads, too.
+        ids, lengths = padded(tokens, pad=int(self.tokenizer.pad_token_id or 0))
+        mask = (torch.arange(ids.shape[1]) < lengths.unsqueeze(1)).to(self.device)
+        states, vectors = self.reference.encode(ids.to(self.device), mask.long())
+        lexical = None
+        if self.lexical is not None:
+            lexical = torch.as_tensor(self.lexical.normalised(texts), device=self.device)
+        return Asked(states, ids.to(self.device), mask), vectors, lexical
 
     @torch.inference_mode()
     def explain(self, text: str, documents: Sequence[int]) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
     late(q, d) = mean over the pieces of q of the best cosine with a piece of d
 
+The mean is a weighted one where it was learned what each piece counts (`nci.importance`).
+
 Only the best documents of each query by the other parts of the content score are compared, and what is added to a score
 is how far a document is above the worst of these: the others lose nothing that they might have had. No training.
 """
@@ -57,6 +59,7 @@ class LateScores:
         self.longest = int(pieces.lengths.max())
         self.directions = torch.as_tensor(pieces.projection, device=device)
         self.special = torch.as_tensor(list(special), dtype=torch.long, device=device)
+        self.importance = None if pieces.importance is None else torch.as_tensor(pieces.importance, device=device)
         # what a GPU multiplies fast, and what a CPU does
         self.dtype = torch.float32 if device == "cpu" else torch.float16
         self.int8 = precision == "int8" and device == "cpu" and pieces.codes.shape[1] >= 16
@@ -73,13 +76,17 @@ class LateScores:
 
     def compare(self, asked: Asked, chosen: Tensor) -> Tensor:
         """late(q, d) of some documents (queries, documents) of each query."""
-        states, ids, mask = asked
-        pieces = project(states, self.directions).to(self.dtype)  # (queries, tokens, width)
+        counts = shares(asked.ids, asked.mask, self.special, asked.states, self.importance)
+        return torch.einsum("qdt,qt->qd", self.cosines(asked, chosen), counts)
+
+    def cosines(self, asked: Asked, chosen: Tensor) -> Tensor:
+        """Best cosine of each piece of a query with a piece of each of its documents: (queries, documents, tokens)."""
+        pieces = project(asked.states, self.directions).to(self.dtype)  # (queries, tokens, width)
         numbers = chosen.shape[1] * self.longest * self.codes.shape[1]
         step = max(1, _NUMBERS_AT_ONCE // numbers) if self.device != "cpu" else 1
         best = self._best_codes if self.int8 else self._best
         parts = [best(pieces[i : i + step], chosen[i : i + step]) for i in range(0, len(pieces), step)]
-        return torch.einsum("qdt,qt->qd", torch.cat(parts), shares(ids, mask, self.special)) / UNIT
+        return torch.cat(parts) / UNIT
 
     def _rows(self, chosen: Tensor) -> tuple[Tensor, torch.Size]:
         """Codes of documents (queries, documents), one below the other, and their shape (queries, documents, longest)."""
@@ -91,7 +98,7 @@ class LateScores:
         return self.codes.index_select(0, places.flatten()), places.shape
 
     def _best(self, pieces: Tensor, chosen: Tensor) -> Tensor:
-        """Best cosine, in codes, of each piece of a query with each of its documents: (queries, documents, tokens)."""
+        """The same in codes, of queries that are compared together."""
         rows, shape = self._rows(chosen)
         rows = rows.to(self.dtype).view(len(chosen), -1, rows.shape[1])
         cosines = torch.bmm(rows, pieces.transpose(1, 2))  # (queries, documents x longest, tokens)
