@@ -37,7 +37,6 @@ from nci.runtime import quiet, uses_bf16
 MAX_GRAD_NORM = 1.0
 WEIGHT_DECAY = 0.01
 _KEPT = 1 / 6  # of the device's memory, for what gradients need: others may be at work beside this training
-_BYTES_KEPT = 40  # per token, layer and number of a state, in bf16: mostly inside the feed-forward layers
 _SCORES_AT_ONCE = 2**25  # entries of a block of the score matrix: 128 MiB
 
 
@@ -71,8 +70,9 @@ def read(encoder: TextEncoder, tokens: Tokens, texts: Rows, *, at_once: int, kee
     out = []
     for part in np.array_split(texts, -(-len(texts) // at_once)):
         ids, mask = (_on(device, each) for each in tokens.padded(part, pad))
-        keep -= ids.numel()
-        if keep < 0 and torch.is_grad_enabled():
+        fits = ids.numel() <= keep
+        keep -= ids.numel() * fits
+        if not fits and torch.is_grad_enabled():
             states = checkpoint(token_states, encoder.model, ids, mask, use_reentrant=False)
         else:
             states = token_states(encoder.model, ids, mask)  # (texts, tokens, width)
@@ -81,14 +81,15 @@ def read(encoder: TextEncoder, tokens: Tokens, texts: Rows, *, at_once: int, kee
     return out
 
 
-def kept_tokens(encoder: TextEncoder) -> float:
-    """Tokens whose way through all layers fits into a sixth of the device's memory."""
+def kept_tokens(encoder: TextEncoder, *, bf16: bool) -> float:
+    """Tokens whose way through all layers fits into about a sixth of the device's memory."""
+    # bytes for each number of a state and layer, as measured: a CPU writes all attention down
     config, device = encoder.model.config, encoder.model.device
     if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
+        memory, each = torch.cuda.get_device_properties(device).total_memory, 40 if bf16 else 80
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return float(memory * _KEPT / (_BYTES_KEPT * config.num_hidden_layers * config.hidden_size))
+        memory, each = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 160
+    return float(memory * _KEPT / (each * config.num_hidden_layers * config.hidden_size))
 
 
 def late_scores(queries: Seen, passages: Sequence[Seen], special: Tensor) -> Tensor:
@@ -199,7 +200,7 @@ def train_round(
     schedule = get_linear_schedule_with_warmup(optimizer, round(settings.warmup * steps), steps)
     device = encoder.model.device
     special = torch.tensor(special_pieces(encoder.tokenizer), device=device)
-    keep = kept_tokens(encoder)
+    keep = kept_tokens(encoder, bf16=uses_bf16(settings.precision, str(device)))
     label = f"train encoder: round {number} of {settings.refreshes}"
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus), tqdm(desc=label, total=steps, unit="step", disable=hide_bars()) as bar:

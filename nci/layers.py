@@ -26,12 +26,14 @@ def as_read(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(x.device.type)) if is_mixed(x) else x
 
 
-def norm_as_read(norm: Callable[..., Tensor], x: Tensor, shape: Sequence[int], *weights: Tensor, eps: float) -> Tensor:
+def norm_as_read(
+    norm: Callable[..., Tensor], x: Tensor, shape: Sequence[int], *weights: Tensor | None, eps: float
+) -> Tensor:
     """A norm of the states `x`, in the format that layers read; sums inside it are float32 all the same."""
     if not is_mixed(x):
         return norm(x, shape, *weights, eps=eps)
     with torch.autocast(x.device.type, enabled=False):
-        normed = norm(x, shape, *(weight.to(x.dtype) for weight in weights), eps=eps)
+        normed = norm(x, shape, *(None if weight is None else weight.to(x.dtype) for weight in weights), eps=eps)
     return as_read(normed)
 
 
@@ -39,7 +41,9 @@ class Norm(nn.RMSNorm):
     """RMS norm whose result is what the layers behind it read."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return norm_as_read(F.rms_norm, x, self.normalized_shape, self.weight, eps=self.eps or 0.0)
+        normed = norm_as_read(F.rms_norm, x, self.normalized_shape, self.weight, eps=self.eps or 0.0)
+        # beside weights of 16 bits some layers may have float32, and give it
+        return normed if is_mixed(x) or self.weight.dtype == torch.float32 else normed.to(self.weight.dtype)
 
 
 class Attention(nn.Module):

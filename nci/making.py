@@ -34,7 +34,7 @@ from nci.pack import DocumentFile
 from nci.pairs import BatchPlan, make_pairs, write_plan
 from nci.pieces import PieceVectors
 from nci.records import Document
-from nci.search.engine import is_query
+from nci.search.engine import clean_query, is_query
 from nci.store import waiting_lock
 from nci.train import train
 from nci.training_data import TrainingData
@@ -312,16 +312,14 @@ def _train(model: NCIModel, plan: BatchPlan, assembly: Assembly, data: TrainingD
 def _weigh(assembly: Assembly, model: NCIModel, data: TrainingData) -> Assembly:
     """The same with what the pieces of a query count, where late interaction can learn it."""
     most, pieces = assembly.config.train.importance, assembly.pieces
-    if pieces is None or not data.real or not most or int(os.environ.get("RANK", "0")) != 0:
+    asked = [(clean_query(text), int(assembly.leaf_of_row[row])) for text, row in data.real if is_query(text)]
+    if pieces is None or not asked or not most or int(os.environ.get("RANK", "0")) != 0:
         return assembly
     started = time.monotonic()
-    texts, rows = zip(*((text, row) for text, row in data.real if is_query(text)), strict=True)
-    leaves = assembly.leaf_of_row[list(rows)]
-    learned = learn_importance(assembly.engine(model), texts, leaves, most=most, seed=assembly.config.train.seed)
-    log.info(
-        "%-10s of word pieces, from %d queries in %.1f s",
-        "importance",
-        min(most, len(texts)),
-        time.monotonic() - started,
-    )
+    learned = learn_importance(assembly.engine(model), asked, most=most, seed=assembly.config.train.seed)
+    if not np.isfinite(learned).all():
+        log.warning("what word pieces of queries count could not be learned: all count the same")
+        return assembly
+    seconds = time.monotonic() - started
+    log.info("%-10s of word pieces, from %d queries in %.1f s", "importance", min(most, len(asked)), seconds)
     return replace(assembly, pieces=replace(pieces, importance=learned))

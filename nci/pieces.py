@@ -42,7 +42,10 @@ class PieceVectors:
         return replace(self, first=self.first[order], lengths=self.lengths[order])
 
     def save(self, folder: Path) -> None:
-        """`codes.npy` with the pieces of the documents one after the other, `lengths.npy`, `projection.npy`, `importance.npy`."""
+        """`codes.npy` with the pieces of the documents one after the other, `lengths.npy`, `projection.npy`.
+
+        What was learned of queries' pieces is `importance.npy`.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         shape = (int(self.lengths.sum()), self.codes.shape[1])
         places = zip(self.first.tolist(), self.lengths.tolist(), strict=True)
@@ -128,10 +131,11 @@ def shares(
     """
     counts = mask & (ids.unsqueeze(-1) != special).all(-1)
     counts = torch.where(counts.any(1, keepdim=True), counts, mask).float()
-    if importance is not None and states is not None:
+    if importance is not None:
+        assert states is not None
         directions = torch.nn.functional.normalize(states.float(), dim=-1) * states.shape[-1] ** 0.5
         counts = counts * torch.nn.functional.softplus(directions @ importance[:-1] + importance[-1])
-    return counts / counts.sum(1, keepdim=True)
+    return counts / counts.sum(1, keepdim=True).clamp(min=1e-12)
 
 
 def project(states: Tensor, directions: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from nci.errors import ConfigError, DataError
 from nci.importance import Compared, learn
 from nci.index import Index
 from nci.pieces import UNIFORM, PieceVectors, shares
-from nci.search.late import Asked
+from nci.records import Document
+from nci.search import Engine
+from nci.search.late import Asked, LateScores
+from nci.structure import check_structure
 
 WIDTH = 6
 SPECIAL = torch.tensor([0])
@@ -34,7 +38,7 @@ def compared(count: int, seed: int) -> Compared:
     cosines[:, 0, 0] = 1.0
     cosines[:, 1:, 0] *= 0.9
     ids, mask = torch.full((count, 4), 5), torch.ones(count, 4, dtype=torch.bool)
-    return Compared(Asked(states, ids, mask), cosines.half())
+    return Compared(Asked(states, ids, mask), cosines.half(), torch.zeros(count, 9, dtype=torch.bool))
 
 
 def counts_of(importance: Tensor, part: Compared) -> Tensor:
@@ -57,6 +61,28 @@ def test_pieces_that_tell_documents_apart_come_to_count_more() -> None:
     assert found[1] > found[0] + 0.1
     again = learn(read, SPECIAL, np.random.default_rng(0))
     np.testing.assert_array_equal(again, learned.numpy())
+
+
+def test_small_parts_are_steps_of_many_queries_together() -> None:
+    read = [compared(9, seed) for seed in range(60)]
+    together = Compared(
+        Asked(*(torch.cat(each) for each in zip(*(part.asked for part in read), strict=True))),
+        torch.cat([part.cosines for part in read]),
+        torch.cat([part.missing for part in read]),
+    )
+    few, many = (learn(parts, SPECIAL, np.random.default_rng(0)) for parts in (read, [together]))
+    np.testing.assert_allclose(few[:-1], many[:-1], atol=1e-4)
+
+
+def test_candidates_that_are_missing_say_nothing() -> None:
+    read = [compared(250, seed) for seed in range(8)]
+    wrong = [Compared(part.asked, part.cosines.clone(), part.missing.clone()) for part in read]
+    for part in wrong:
+        part.cosines[:, 5:] = torch.rand_like(part.cosines[:, 5:])
+        part.missing[:, 5:] = True
+    fewer = [Compared(part.asked, part.cosines[:, :5], part.missing[:, :5]) for part in read]
+    found = (learn(parts, SPECIAL, np.random.default_rng(0)) for parts in (wrong, fewer))
+    np.testing.assert_allclose(*found, atol=1e-5)
 
 
 def test_where_nothing_was_learned_all_count_the_same() -> None:
@@ -101,6 +127,70 @@ def test_an_index_has_learned_it_from_its_training_queries(folder: Path) -> None
     assert np.abs(learned[:-1]).max() > 1e-4
     assert index.engine.late is not None
     np.testing.assert_array_equal(index.engine.late.importance, learned)
+
+
+def test_a_query_is_compared_with_its_own_document_and_the_best_others(
+    monkeypatch: pytest.MonkeyPatch, encoder: Path, tmp_path: Path
+) -> None:
+    """Its own comes first and only there; other relevant documents are not held against it."""
+    words = ["apple", "river", "stone", "cloud", "horse", "paper"]
+    documents = [
+        Document(f"d{i}", words[i % 6], f"{words[i % 6]} {words[(i * 5 + 1) % 6]} number {i}") for i in range(12)
+    ]
+    queries = [(f"{words[i % 6]} of {i}", f"d{i}") for i in range(12)] + [("all of it", "d3"), ("all of it", "d7")]
+    seen: list[tuple[list[str], list[list[int]]]] = []
+    cosines, candidates_of = LateScores.cosines, Engine.candidates_of
+    texts: list[str] = []
+
+    def asked(self: Engine, given: Any) -> Any:
+        texts[:] = given
+        return candidates_of(self, given)
+
+    def spied(self: LateScores, asked: Asked, chosen: Tensor) -> Tensor:
+        if texts:
+            seen.append(([*texts], chosen.tolist()))
+            texts.clear()
+        return cosines(self, asked, chosen)
+
+    monkeypatch.setattr(Engine, "candidates_of", asked)
+    monkeypatch.setattr(LateScores, "cosines", spied)
+    config = tiny_config(encoder, embed={"pieces": 8}, train={"epochs": 0})
+    index = nci.build(documents, tmp_path / "my.index", config, queries=queries)
+    ((found, chosen),) = seen
+    pairs = [(text, [index.doc_ids[leaf] for leaf in row]) for text, row in zip(found, chosen, strict=True)]
+    assert sorted((text, row[0]) for text, row in pairs) == sorted(queries)
+    for text, row in pairs:
+        own = {doc_id for each, doc_id in queries if each == text}
+        assert set(row[1:]) >= {f"d{i}" for i in range(12)} - own
+        assert row[0] not in row[1 : 13 - len(own)]
+
+
+def test_queries_that_cannot_be_searched_teach_nothing(encoder: Path, tmp_path: Path) -> None:
+    documents = [Document(f"d{i}", "", f"text {i}") for i in range(4)]
+    config = tiny_config(encoder, embed={"pieces": 8}, train={"epochs": 0})
+    nci.build(documents, tmp_path / "my.index", config, queries=[("  ", "d0"), ("", "d1")])
+    assert importance_of(tmp_path / "my.index") is None
+
+
+def test_values_that_are_not_finite_are_found(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, encoder: Path, beir: Path, tmp_path: Path
+) -> None:
+    index = Index(folder)
+    pieces = index.engine.pieces
+    assert pieces is not None
+    index.engine = dataclasses.replace(
+        index.engine, pieces=dataclasses.replace(pieces, importance=pieces.importance * np.nan)
+    )
+    assert any("importance.npy" in problem for problem in check_structure(index))
+    monkeypatch.setattr("nci.making.learn_importance", lambda *given, **options: np.full(9, np.nan, np.float32))
+    nci.build(beir, tmp_path / "my.index", tiny_config(encoder, embed={"pieces": 8}, train={"epochs": 0}))
+    assert importance_of(tmp_path / "my.index") is None
+
+
+def test_the_untrained_system_has_none(folder: Path) -> None:
+    pieces = Index(folder).system("untrained").engine.pieces
+    assert pieces is not None
+    assert pieces.importance is None
 
 
 def test_without_queries_to_learn_from_there_is_none(make: Callable[..., Path]) -> None:

@@ -5,7 +5,17 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertModel, MPNetConfig, MPNetModel, PreTrainedModel, T5Config, T5EncoderModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    ModernBertConfig,
+    ModernBertModel,
+    MPNetConfig,
+    MPNetModel,
+    PreTrainedModel,
+    T5Config,
+    T5EncoderModel,
+)
 
 from nci.encoders import token_states
 from nci.lean import make_lean
@@ -18,6 +28,8 @@ def some_encoder(kind: str) -> PreTrainedModel:
     torch.manual_seed(0)
     if kind == "bert":
         model: PreTrainedModel = BertModel(BertConfig(**SMALL), add_pooling_layer=False)
+    elif kind == "modernbert":  # its norms have no biases
+        model = ModernBertModel(ModernBertConfig(**SMALL, pad_token_id=0, attn_implementation="sdpa"))
     elif kind == "mpnet":
         model = MPNetModel(MPNetConfig(**SMALL), add_pooling_layer=False)
     else:
@@ -29,7 +41,7 @@ def some_encoder(kind: str) -> PreTrainedModel:
     return model.eval()
 
 
-KINDS = ["bert", "mpnet", "relu", "gated-gelu"]
+KINDS = ["bert", "modernbert", "mpnet", "relu", "gated-gelu"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,15 +80,29 @@ def test_mixed_precision_is_read_and_written_without_detours(kind: str) -> None:
     torch.testing.assert_close(mixed.float(), exact, atol=0.1, rtol=0.1)
 
 
-def test_attention_is_dropped_out_in_training_only() -> None:
-    lean = some_encoder("mpnet")
+@pytest.mark.parametrize("kind", ["mpnet", "relu"])
+def test_attention_is_dropped_out_in_training_only(kind: str) -> None:
+    lean = some_encoder(kind)
     make_lean(lean)
     ids, mask = torch.randint(2, 50, (2, 5)), torch.ones(2, 5, dtype=torch.bool)
-    for module in lean.modules():
-        if isinstance(module, nn.Dropout) and module is not lean.encoder.layer[0].attention.attn.dropout:
+    for name, module in lean.named_modules():
+        if isinstance(module, nn.Dropout) and not name.endswith("attn.dropout"):
             module.p = 0.0
     same = [token_states(lean, ids, mask) for _ in range(2)]
     torch.testing.assert_close(same[0], same[1], rtol=0, atol=0)
     lean.train()
     other = [token_states(lean, ids, mask) for _ in range(2)]
     assert not torch.equal(other[0], other[1])
+
+
+def test_a_t5_of_16_bits_may_have_layers_of_32() -> None:
+    """As Hugging Face loads it in float16."""
+    plain = some_encoder("relu").to(torch.bfloat16)
+    for block in plain.encoder.block:
+        block.layer[1].DenseReluDense.wo.float()
+    lean = copy.deepcopy(plain)
+    make_lean(lean)
+    ids, mask = torch.randint(2, 50, (2, 5)), torch.ones(2, 5, dtype=torch.bool)
+    found = token_states(lean, ids, mask)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), token_states(plain, ids, mask).float(), atol=0.1, rtol=0.1)

@@ -241,7 +241,7 @@ def test_what_is_not_kept_for_the_gradients_is_read_again_with_the_same_result(
     monkeypatch.setattr(contrastive, "token_states", counted)
     found = []
     for keep in (float("inf"), 300.0, 0.0):
-        monkeypatch.setattr(contrastive, "kept_tokens", lambda encoder, keep=keep: keep)
+        monkeypatch.setattr(contrastive, "kept_tokens", lambda encoder, bf16, keep=keep: keep)
         passes.clear()
         found.append((weights(tuned(encoder, tmp_path / str(keep), refreshes=1, late=late)), sum(passes)))
     (whole, once), (partly, more), (nothing, most) = found
@@ -249,11 +249,27 @@ def test_what_is_not_kept_for_the_gradients_is_read_again_with_the_same_result(
     assert once < more < most
 
 
-def test_a_larger_encoder_keeps_fewer_tokens(encoder: Path) -> None:
+def test_a_sixth_of_the_memory_is_kept(monkeypatch: pytest.MonkeyPatch, encoder: Path) -> None:
     reader = TextEncoder.load(encoder)
-    kept = kept_tokens(reader)
-    reader.model.config.num_hidden_layers *= 2
-    assert kept_tokens(reader) == kept / 2
+    reader.model.config.num_hidden_layers, reader.model.config.hidden_size = 6, 384
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 6 * 2**20}.__getitem__)
+    assert kept_tokens(reader, bf16=True) == pytest.approx(2**32 / (160 * 6 * 384))
+    reader.model.config.num_hidden_layers = 12
+    assert kept_tokens(reader, bf16=True) == pytest.approx(2**32 / (160 * 12 * 384))
+
+
+def test_a_part_that_is_read_again_leaves_room_for_the_others(monkeypatch: pytest.MonkeyPatch, encoder: Path) -> None:
+    reader, again = TextEncoder.load(encoder), []
+    tokens = Tokens.of([[5] * 40, [5] * 12, [5] * 12])
+    real = contrastive.checkpoint
+
+    def counted(*given: Any, **options: Any) -> Any:
+        again.append(given[2].shape[1])
+        return real(*given, **options)
+
+    monkeypatch.setattr(contrastive, "checkpoint", counted)
+    read(reader, tokens, np.arange(3), at_once=1, keep=30)
+    assert again == [40]
 
 
 def test_a_killed_run_goes_on_after_its_last_round(

@@ -263,6 +263,7 @@ class Engine:
         mask = queries.mask.long()
         return EncodedQueries(queries.states, mask, vectors, model.anchors(asked, lexical, late=late), late)
 
+    @torch.no_grad()
     def candidates_of(self, texts: Sequence[str]) -> tuple[Asked, Tensor]:
         """Some queries, and the scores (queries, documents) by which late interaction chooses what to compare."""
         queries, vectors, lexical = self._read(texts)
