@@ -140,7 +140,8 @@ class TrainConfig(Section):
         tau: Temperature of the consistency loss.
         spare_unseen: A document without any real query is no negative for real queries (with normalise children only).
         precision: auto takes bf16 on a GPU and on a CPU that has it, else fp32.
-        importance: Training queries that late interaction learns from what each word piece of a query counts; 0: all the same.
+        importance: Training queries from which late interaction learns what each word piece of a query counts; with 0 all count
+            the same. Worth a point or two where the encoder is not trained, else nothing.
         evaluations: How often `dev` is searched during training.
         dev_queries: Queries of `dev` used for that; the final choice too.
         metric: The metric on `dev` by which the best state is chosen.
@@ -164,7 +165,7 @@ class TrainConfig(Section):
     tau: float = 1.0
     spare_unseen: bool = True
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    importance: int = 8000
+    importance: int = 0
     evaluations: int = 5
     dev_queries: int = 500
     metric: str = "R@1"

@@ -101,9 +101,10 @@ def test_where_nothing_was_learned_all_count_the_same() -> None:
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory, encoder: Path, beir: Path) -> Callable[..., Path]:
-    def build(**changes: Any) -> Path:
+    def build(importance: int = 100, **changes: Any) -> Path:
         folder = tmp_path_factory.mktemp("index") / "my.index"
-        nci.build(beir, folder, tiny_config(encoder, embed={"pieces": 8}, **changes))
+        train = {"importance": importance, **changes}
+        nci.build(beir, folder, tiny_config(encoder, embed={"pieces": 8}, train=train))
         return folder
 
     return build
@@ -154,7 +155,7 @@ def test_a_query_is_compared_with_its_own_document_and_the_best_others(
 
     monkeypatch.setattr(Engine, "candidates_of", asked)
     monkeypatch.setattr(LateScores, "cosines", spied)
-    config = tiny_config(encoder, embed={"pieces": 8}, train={"epochs": 0})
+    config = tiny_config(encoder, embed={"pieces": 8}, train={"epochs": 0, "importance": 100})
     index = nci.build(documents, tmp_path / "my.index", config, queries=queries)
     ((found, chosen),) = seen
     pairs = [(text, [index.doc_ids[leaf] for leaf in row]) for text, row in zip(found, chosen, strict=True)]
@@ -167,7 +168,7 @@ def test_a_query_is_compared_with_its_own_document_and_the_best_others(
 
 def test_queries_that_cannot_be_searched_teach_nothing(encoder: Path, tmp_path: Path) -> None:
     documents = [Document(f"d{i}", "", f"text {i}") for i in range(4)]
-    config = tiny_config(encoder, embed={"pieces": 8}, train={"epochs": 0})
+    config = tiny_config(encoder, embed={"pieces": 8}, train={"epochs": 0, "importance": 100})
     nci.build(documents, tmp_path / "my.index", config, queries=[("  ", "d0"), ("", "d1")])
     assert importance_of(tmp_path / "my.index") is None
 
@@ -183,7 +184,9 @@ def test_values_that_are_not_finite_are_found(
     )
     assert any("importance.npy" in problem for problem in check_structure(index))
     monkeypatch.setattr("nci.making.learn_importance", lambda *given, **options: np.full(9, np.nan, np.float32))
-    nci.build(beir, tmp_path / "my.index", tiny_config(encoder, embed={"pieces": 8}, train={"epochs": 0}))
+    nci.build(
+        beir, tmp_path / "my.index", tiny_config(encoder, embed={"pieces": 8}, train={"epochs": 0, "importance": 100})
+    )
     assert importance_of(tmp_path / "my.index") is None
 
 
@@ -194,11 +197,11 @@ def test_the_untrained_system_has_none(folder: Path) -> None:
 
 
 def test_without_queries_to_learn_from_there_is_none(make: Callable[..., Path]) -> None:
-    assert importance_of(make(train={"importance": 0})) is None
+    assert importance_of(make(importance=0)) is None
 
 
 def test_an_untrained_index_learns_it_too(make: Callable[..., Path]) -> None:
-    assert importance_of(make(train={"epochs": 0})) is not None
+    assert importance_of(make(epochs=0)) is not None
 
 
 def test_a_file_of_another_width_is_one_line(tmp_path: Path) -> None:
