@@ -173,6 +173,7 @@ def test_queries_that_cannot_be_searched_teach_nothing(encoder: Path, tmp_path: 
     assert importance_of(tmp_path / "my.index") is None
 
 
+@pytest.mark.slow
 def test_values_that_are_not_finite_are_found(
     monkeypatch: pytest.MonkeyPatch, folder: Path, encoder: Path, beir: Path, tmp_path: Path
 ) -> None:
@@ -196,10 +197,12 @@ def test_the_untrained_system_has_none(folder: Path) -> None:
     assert pieces.importance is None
 
 
+@pytest.mark.slow
 def test_without_queries_to_learn_from_there_is_none(make: Callable[..., Path]) -> None:
     assert importance_of(make(importance=0)) is None
 
 
+@pytest.mark.slow
 def test_an_untrained_index_learns_it_too(make: Callable[..., Path]) -> None:
     assert importance_of(make(epochs=0)) is not None
 

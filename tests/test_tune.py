@@ -80,6 +80,7 @@ def test_more_documents_are_found_first(encoder: Path, tmp_path: Path, refreshes
     assert first_hits(folder, held_out) > first_hits(encoder, held_out) + 0.2
 
 
+@pytest.mark.slow
 def test_generated_queries_teach_documents_without_real_ones(encoder: Path, tmp_path: Path) -> None:
     held_out = [pair for pair in make_queries(UNSEEN, seed=9, each=6) if "item" in pair[0]]
     generated = make_queries(UNSEEN, seed=3, each=8)
@@ -125,6 +126,7 @@ def test_late_scores_are_means_of_the_best_cosines(encoder: Path) -> None:
         np.testing.assert_allclose(scores, wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_second_loss_teaches_late_interaction(encoder: Path, tmp_path: Path) -> None:
     rows = torch.tensor([[document.doc_id for document in DOCUMENTS].index(doc_id) for _, doc_id in PAIRS])
 
@@ -177,6 +179,7 @@ def test_without_epochs_the_encoder_is_left_alone(encoder: Path, tmp_path: Path)
 # ---- which documents are negatives
 
 
+@pytest.mark.slow
 def test_documents_without_pairs_have_no_influence(encoder: Path, tmp_path: Path) -> None:
     rounds = {"refreshes": 2, "epochs": 1}
     corpus = tuned(encoder, tmp_path / "corpus", **rounds)
@@ -217,6 +220,7 @@ def test_a_share_of_the_generated_queries_is_drawn_by_seed() -> None:
 # ---- same input, same weights
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_weights(encoder: Path, tmp_path: Path) -> None:
     def bits(name: str, **changes: Any) -> bytes:
         torch.manual_seed(len(name))  # the state of others must not matter
@@ -227,6 +231,7 @@ def test_the_same_seed_gives_the_same_weights(encoder: Path, tmp_path: Path) -> 
     assert len({first, bits("seed", seed=1), bits("lr", lr=1e-3), bits("more", negatives=3)}) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0.0, 1.0])
 def test_what_is_not_kept_for_the_gradients_is_read_again_with_the_same_result(
     monkeypatch: pytest.MonkeyPatch, encoder: Path, tmp_path: Path, late: float
