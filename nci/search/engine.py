@@ -252,9 +252,7 @@ class Engine:
     def encode(self, texts: Sequence[str]) -> EncodedQueries:
         """Everything about some queries that does not depend on the beam, by the model's own modules."""
         model = self.reference
-        queries, vectors, lexical = self._read(texts)
-        stored = self.stored_vectors(texts, len(texts))
-        asked = vectors if stored is None else stored
+        queries, vectors, asked, lexical = self._read(texts)
         late = None
         if self.late is not None:
             first = model.document_scores(asked, lexical, choosing=True)
@@ -266,12 +264,11 @@ class Engine:
     @torch.no_grad()
     def candidates_of(self, texts: Sequence[str]) -> tuple[Asked, Tensor]:
         """Some queries, and the scores (queries, documents) by which late interaction chooses what to compare."""
-        queries, vectors, lexical = self._read(texts)
-        stored = self.stored_vectors(texts, len(texts))
-        return queries, self.reference.document_scores(vectors if stored is None else stored, lexical, choosing=True)
+        queries, _, asked, lexical = self._read(texts)
+        return queries, self.reference.document_scores(asked, lexical, choosing=True)
 
-    def _read(self, texts: Sequence[str]) -> tuple[Asked, Tensor, Tensor | None]:
-        """States of some queries, their vectors, and lexical scores (queries, documents) where there are any."""
+    def _read(self, texts: Sequence[str]) -> tuple[Asked, Tensor, Tensor, Tensor | None]:
+        """States of some queries, their vectors, those that the anchor reads, and lexical scores where there are any."""
         tokens = self.tokenise(list(texts))
         # Padded here: a tokenizer that pads remembers it, and would pad the queries of other threads, too.
         ids, lengths = padded(tokens, pad=int(self.tokenizer.pad_token_id or 0))
@@ -280,7 +277,8 @@ class Engine:
         lexical = None
         if self.lexical is not None:
             lexical = torch.as_tensor(self.lexical.normalised(texts), device=self.device)
-        return Asked(states, ids.to(self.device), mask), vectors, lexical
+        stored = self.stored_vectors(texts, len(texts))
+        return Asked(states, ids.to(self.device), mask), vectors, vectors if stored is None else stored, lexical
 
     @torch.inference_mode()
     def explain(self, text: str, documents: Sequence[int]) -> list[dict[str, Any]]:
