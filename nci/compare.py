@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,8 @@ class Result:
             drawn together), Holm-corrected for the number of systems.
         merged: How many indexes answer together in one row.
         data: Name of the data set's folder.
+        per_seed: R@1 of each seed.
+        judged: R@1 of every query, the mean over a system's seeds: what the p-values are made from.
     """
 
     split: str
@@ -84,6 +86,8 @@ class Result:
     seeds: dict[str, int] = field(default_factory=dict)
     merged: dict[str, int] = field(default_factory=dict)
     data: str = ""
+    per_seed: dict[str, list[float]] = field(default_factory=dict)
+    judged: significance.Judged | None = field(default=None, repr=False)
 
     @property
     def test(self) -> str:
@@ -142,7 +146,9 @@ class Result:
         )
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "test": self.test, "note": SUCCESS_NOTE}
+        shown = asdict(replace(self, judged=None))
+        del shown["judged"]  # a number for every query
+        return {**shown, "test": self.test, "note": SUCCESS_NOTE}
 
 
 def compare(
@@ -185,7 +191,8 @@ def compare(
             _append(append, result, row, name, sum(one.seconds for one in found))
         values[row] = _mean([per_query(one.run, qrels, "R@1") for one in found])
     others = {row: value for row, value in values.items() if row != reference}
-    tests = significance.compare(values[reference], others, groups=significance.document_groups(qrels))
+    result.judged = significance.Judged(values[reference], others, significance.document_groups(qrels))
+    tests = significance.compare_means([result.judged])
     result.p_values = {name: test.corrected for name, test in tests.items()}
     return result
 
@@ -290,6 +297,7 @@ def _add(result: Result, name: str, ranked: Sequence[Ranked], qrels: Qrels, metr
     result.latency_ms[name] = ranked[0].latency_ms  # the others differ by chance alone
     result.index_bytes[name] = int(np.mean([one.index_bytes for one in ranked]))
     result.seeds[name] = len(rows)
+    result.per_seed[name] = [row["R@1"] for row in rows]
 
 
 def _append(file: Path, result: Result, row: str, name: str, seconds: float) -> None:

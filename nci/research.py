@@ -98,6 +98,7 @@ def compare(args: Namespace) -> int:
     given = {name: {k: v for k, v in vars(getattr(args, name)).items() if v is not None} for name in BASELINES}
     from nci.bench.timing import device_name  # from here on with torch, which takes its time
     from nci.jobs import rank_in_parallel
+    from nci.overall import overall
     from nci.runtime import check_device
     from nci.workbench import Workbench
 
@@ -122,6 +123,9 @@ def compare(args: Namespace) -> int:
     for split in splits[1:]:
         results.append(run(workbench, names, split, out, metrics=metrics, append=append, timed=results[0]))
     facts: dict[str, Any] = {"rows": rows}
+    both = overall(results) if len(results) > 1 else None
+    if both:
+        facts["mean"] = both.as_json()
     if args.tradeoff:
         facts["tradeoff"] = _tradeoff(workbench, rows, (splits[0], splits[1]), out, Path(args.tradeoff))
     facts |= {"preset": preset, "config": config.to_dict(), "nci": __version__, "device": device_name(device)}
@@ -138,7 +142,8 @@ def compare(args: Namespace) -> int:
             title = f"{results[0].data}, {results[0].split}: quality and cost"
             systems_plot(results[0].systems, results[0].latency_ms, Path(args.plot), title=title)
     if args.json != "-":
-        print("\n\n".join([*(result.text(shown) for result in results), results[0].notes()]))
+        tables = [*(result.text(shown) for result in results), *([both.text()] if both else [])]
+        print("\n\n".join([*tables, results[0].notes()]))
     return 0
 
 

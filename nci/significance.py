@@ -7,8 +7,9 @@ counting them one by one makes differences look surer than they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -80,8 +81,7 @@ def paired_bootstrap(
         confidence: Share of the draws inside the interval.
         seed: Same seed, same result.
     """
-    sums, sizes = _sums(a, b, groups, samples)
-    return _bootstrap(sums[:, None], sizes, samples=samples, confidence=confidence, seed=seed)[0]
+    return compare(a, {"": b}, groups=groups, samples=samples, confidence=confidence, seed=seed)[""]
 
 
 def randomisation_test(
@@ -133,21 +133,42 @@ def compare(
     seed: int = 0,
 ) -> dict[str, Comparison]:
     """One system against each of several others by the paired bootstrap, corrected for their number by Holm."""
-    if not others:
+    return compare_means([Judged(system, others, groups)], samples=samples, confidence=confidence, seed=seed)
+
+
+class Judged(NamedTuple):
+    """What several systems did on one set of queries."""
+
+    system: Values
+    others: Mapping[str, Values]
+    groups: Mapping[str, str] | None = None
+
+
+def compare_means(
+    sets: Sequence[Judged], *, samples: int = 10_000, confidence: float = 0.95, seed: int = 0
+) -> dict[str, Comparison]:
+    """The same for the mean over several sets of queries, each of which counts the same however many queries it has.
+
+    Groups are drawn within their set: a document that is asked for in two sets counts as two.
+    """
+    names = list(sets[0].others)
+    if not names:
         return {}
-    pairs = [_sums(system, values, groups, samples) for values in others.values()]
-    sums = np.stack([sums for sums, _ in pairs], axis=1)  # (groups, others)
-    found = _bootstrap(sums, pairs[0][1], samples=samples, confidence=confidence, seed=seed)
-    corrected = holm({name: each.p_value for name, each in zip(others, found, strict=True)})
-    return {name: replace(each, corrected=corrected[name]) for name, each in zip(others, found, strict=True)}
+    means, differences = np.zeros((samples, len(names))), np.zeros(len(names))
+    for number, judged in enumerate(sets):
+        pairs = [_sums(judged.system, judged.others[name], judged.groups, samples) for name in names]
+        sums, sizes = np.stack([sums for sums, _ in pairs], axis=1), pairs[0][1]  # (groups, others), (groups,)
+        means += _drawn_means(sums, sizes, samples=samples, seed=seed + number) / len(sets)
+        differences += sums.sum(axis=0) / sizes.sum() / len(sets)
+    found = _comparisons(means, differences, confidence)
+    corrected = holm({name: each.p_value for name, each in zip(names, found, strict=True)})
+    return {name: replace(each, corrected=corrected[name]) for name, each in zip(names, found, strict=True)}
 
 
-def _bootstrap(
-    sums: npt.NDArray[np.float64], sizes: npt.NDArray[np.float64], *, samples: int, confidence: float, seed: int
-) -> list[Comparison]:
-    """Of each column of sums (groups, systems), drawn together; `sizes` (groups,) are the queries of each group."""
-    if not 0 < confidence < 1:
-        raise ConfigError(f"the confidence of an interval is between 0 and 1, not {confidence}")
+def _drawn_means(
+    sums: npt.NDArray[np.float64], sizes: npt.NDArray[np.float64], *, samples: int, seed: int
+) -> npt.NDArray[np.float64]:
+    """Mean differences (samples, systems) of groups drawn together, from sums (groups, systems) and sizes (groups,)."""
     rng = np.random.default_rng(seed)
     count = len(sums)
     means = np.empty((samples, sums.shape[1]))
@@ -156,10 +177,18 @@ def _bootstrap(
         drawn = rng.integers(count, size=(rows, count)) + count * np.arange(rows)[:, None]  # (samples, groups)
         times = np.bincount(drawn.ravel(), minlength=rows * count).reshape(rows, count).astype(np.float64)
         means[start:end] = times @ sums / (times @ sizes)[:, None]
+    return means
+
+
+def _comparisons(
+    means: npt.NDArray[np.float64], differences: npt.NDArray[np.float64], confidence: float
+) -> list[Comparison]:
+    """Of each column of means (samples, systems)."""
+    if not 0 < confidence < 1:
+        raise ConfigError(f"the confidence of an interval is between 0 and 1, not {confidence}")
     tail = 50 * (1 - confidence)
     out = []
-    for column, total in zip(means.T, sums.sum(axis=0), strict=True):
-        difference = float(total / sizes.sum())
+    for column, difference in zip(means.T, differences.tolist(), strict=True):
         low, high = np.percentile(column, [tail, 100 - tail])
         p_value = _share(np.abs(column - difference), abs(difference))
         out.append(Comparison(difference, float(low), float(high), p_value, p_value))

@@ -6,7 +6,7 @@
 #   BESIDE=1 SYSTEMS=nci,nci-zeroed,bm25+qg SEEDS=1 JOBS=1 runs/table.sh DATA_ROOT OUT
 #                                            all data sets at once, beside each other on one GPU: the index alone, the soonest
 #
-# OUT/NAME gets table.txt, table.json, table.tex, table.png and all that was built, OUT/summary.md R@1 of all. The same command
+# OUT/NAME gets table.txt, table.json, table.tex, table.png, tradeoff.png and all that was built, OUT/summary.md R@1 of all. The same command
 # takes up a killed run, and where everything is there it only prints. `nci compare --help` explains the systems. PYTHON names the
 # interpreter that nci is installed for: PYTHON=venv/bin/python runs/table.sh DATA_ROOT OUT.
 set -euo pipefail
@@ -30,19 +30,22 @@ fi
   echo "${0##*/}: $PYTHON cannot import nci and jsonargparse; name one that can: PYTHON=venv/bin/python ${0##*/} DATA_ROOT OUT" >&2
   exit 1
 }
-# R@1 of every system on every data set, the best mean of the splits in bold.
+# R@1 of every system on every data set, the best mean of the splits in bold; then these means, and how sure it is that
+# nci exceeds a system, corrected for the number of data sets.
 summary() {
   "$PYTHON" - "$out" <<'END'
 import json
 import sys
 from pathlib import Path
 
+from nci.significance import holm
+
 folder = Path(sys.argv[1])
+tables = {file.parent.name: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*/table.json"))}
 here = {}  # data -> row -> R@1 of every split
-for file in sorted(folder.glob("*/table.json")):
-    found = json.loads(file.read_text(encoding="utf-8"))
+for name, found in tables.items():
     results = found["splits"].values()
-    here[file.parent.name] = {row: [100 * one["systems"][row]["R@1"] for one in results] for row in found["systems"]}
+    here[name] = {row: [100 * one["systems"][row]["R@1"] for one in results] for row in found["systems"]}
 rows = list(dict.fromkeys(row for values in here.values() for row in values))
 best = {name: max(round(sum(each), 6) for each in values.values()) for name, values in here.items()}
 lines = [f"| R@1 | {' | '.join(here)} |", "|---" * (len(here) + 1) + "|"]
@@ -52,6 +55,17 @@ for row in rows:
         cell = " / ".join(f"{value:.1f}" for value in values.get(row, [])) or "-"
         cells.append(f"**{cell}**" if row in values and round(sum(values[row]), 6) == best[name] else cell)
     lines.append(f"| `{row}` | {' | '.join(cells)} |")
+means = {name: found["mean"] for name, found in tables.items() if "mean" in found}
+if means:
+    lines += ["", f"| mean of R@1 | {' | '.join(means)} |", "|---" * (len(means) + 1) + "|"]
+    for row in rows:
+        corrected = holm({name: found["tests"][row]["p_value"] for name, found in means.items() if row in found["tests"]})
+        cells = []
+        for name, found in means.items():
+            spread = f" +- {100 * found['spread'][row]:.2f}" if row in found["spread"] else ""
+            p = f", p {corrected[name]:.4f}" if name in corrected else ""
+            cells.append(f"{100 * found['systems'][row]:.2f}{spread}{p}" if row in found["systems"] else "-")
+        lines.append(f"| `{row}` | {' | '.join(cells)} |")
 (folder / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 print("\n" + "\n".join(lines))
 END
@@ -59,13 +73,13 @@ END
 
 # One data set.
 table() { # FOLDER
-  local data=$1 name splits=test
+  local data=$1 name splits=test curve=()
   name=$(basename "$(realpath "$data")")
-  [[ -e $data/qrels/test-unseen.tsv ]] && splits=test,test-unseen
+  [[ -e $data/qrels/test-unseen.tsv ]] && splits=test,test-unseen curve=(--tradeoff "$out/$name/tradeoff.png")
   printf '\n== %s\n' "$name" >&2
   mkdir -p "$out/$name"
   "$PYTHON" -m nci compare "$data" --systems "$SYSTEMS" --split "$splits" --seeds "$SEEDS" --variant-seeds 1 --jobs "$JOBS" --preset "$PRESET" \
-    -o "$out/$name" --json "$out/$name/table.json" --latex "$out/$name/table.tex" --plot "$out/$name/table.png" >"$out/$name/table.tmp" || {
+    -o "$out/$name" --json "$out/$name/table.json" --latex "$out/$name/table.tex" --plot "$out/$name/table.png" "${curve[@]}" >"$out/$name/table.tmp" || {
     rm -f "$out/$name/table.tmp"
     return 1
   }

@@ -11,11 +11,12 @@ import pytest
 from tiny import make_beir, make_documents, tiny_values, write_lines
 
 from nci.baselines.dense import Dense
-from nci.compare import Result, compare, latency_ms, search_all
+from nci.compare import Result, compare, kept_runs, latency_ms, search_all
 from nci.config import Config
 from nci.corpus import open_dataset
 from nci.errors import ConfigError, DataError
 from nci.evaluate import evaluate, per_query
+from nci.overall import overall
 from nci.recipe import Recipe
 from nci.records import Hit
 from nci.systems import check, key, leaves, make, needs, parts_of, table_names
@@ -127,6 +128,29 @@ def test_other_data_or_settings_are_other_systems(workbench: Workbench, tmp_path
     }
     for name, wanted in changes.items():
         assert {what for what, other in others.items() if key(other, name) != key(workbench, name)} == wanted, name
+
+
+def test_the_mean_of_two_splits(result: Result, workbench: Workbench) -> None:
+    both = overall([result, compare(workbench, NAMES, "dev", workbench.folder.parent, timed=result)])
+    runs = {
+        split: [per_query(run, workbench.dataset.split(split)[1], "R@1") for run in found]
+        for split in both.splits
+        for found in [kept_runs(workbench, "nci", split, workbench.folder.parent)]
+    }
+    seeds = [sum(sum(found[seed].values()) / 12 for found in runs.values()) / 2 for seed in range(2)]
+    assert both.splits == ("test", "dev")
+    assert both.systems["nci"] == pytest.approx(sum(seeds) / 2)
+    assert both.spread["nci"] == pytest.approx(abs(seeds[0] - seeds[1]) / 2**0.5)
+    assert both.tests["bm25"].difference == pytest.approx(both.systems["nci"] - both.systems["bm25"])
+    assert list(both.tests) == [name for name in NAMES if name != "nci"]
+    assert set(both.spread) == {"nci", "nci-untrained", "nci-zeroed"}
+    assert json.loads(json.dumps(both.as_json()))["tests"]["bm25"]["p_value"] == both.tests["bm25"].p_value
+    lines = {line.split()[0]: line.split() for line in both.text().splitlines()[2:]}
+    assert list(lines) == NAMES
+    assert lines["bm25"][1] == f"{100 * both.systems['bm25']:.2f}"
+    assert lines["bm25"][3] == f"{100 * both.tests['bm25'].difference:+.2f}"
+    assert lines["bm25"][-1] == f"{both.tests['bm25'].corrected:.4f}"
+    assert len(lines["nci"]) == 3, "it is not tested against itself"
 
 
 def test_the_texts_show_every_system(result: Result) -> None:

@@ -214,6 +214,9 @@ def test_a_comparison_on_the_command_line(run: Nci, ok: Ok, tmp_path: Path, beir
     assert (tmp_path / "t.tex").read_text().count("tabular") == 4
     assert [line for line in (tmp_path / "t.tex").read_text().splitlines() if line.startswith("% beir, dev, 12")]
     assert (tmp_path / "p.png").stat().st_size > 1000
+    first = {name: [split["systems"][name]["R@1"] for split in found["splits"].values()] for name in found["systems"]}
+    assert found["mean"]["systems"] == pytest.approx({name: sum(values) / 2 for name, values in first.items()})
+    assert "beir: mean of R@1 on test and dev (%)" in out
 
 
 @pytest.mark.slow

@@ -363,13 +363,23 @@ def test_a_table_for_every_data_set(folders: dict[str, Path], tmp_path: Path) ->
 def test_tables_beside_each_other(folders: dict[str, Path], tmp_path: Path) -> None:
     """Two data sets at once; one that fails is said, and does not take the other with it."""
     for name in ("one", "two"):
-        make_beir(tmp_path / "data" / name)
+        qrels = make_beir(tmp_path / "data" / name) / "qrels"
+        shutil.copy(qrels / "dev.tsv", qrels / "test-unseen.tsv")
     settings = tmp_path / "tiny.yaml"
     settings.write_text(yaml.safe_dump(tiny_values(folders["encoder"], train={"epochs": 0.5})))
     chosen = {"BESIDE": "1", "SEEDS": "1", "JOBS": "1", "PRESET": str(settings), "SYSTEMS": "bm25,nci"}
     result = script("table", tmp_path / "data", tmp_path / "out", **chosen)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert (tmp_path / "out" / "summary.md").read_text().startswith("| R@1 | one | two |\n")
+    summary = (tmp_path / "out" / "summary.md").read_text()
+    assert summary.startswith("| R@1 | one | two |\n")
+    assert "\n\n| mean of R@1 | one | two |\n" in summary
+    mean = json.loads((tmp_path / "out" / "two" / "table.json").read_text())["mean"]
+    (first, second) = (line for line in summary.split("mean of R@1")[1].splitlines() if line.startswith("| `"))
+    # both data sets are the same, and so are both p-values: Holm doubles them
+    p = min(1.0, 2 * mean["tests"]["bm25"]["p_value"])
+    assert first == "| `bm25` |" + f" {100 * mean['systems']['bm25']:.2f}, p {p:.4f} |" * 2
+    assert second == "| `nci` |" + f" {100 * mean['systems']['nci']:.2f} |" * 2
+    assert (tmp_path / "out" / "one" / "tradeoff.png").stat().st_size > 1000
     (tmp_path / "data" / "two" / "queries.jsonl").write_text("{")
     shutil.rmtree(tmp_path / "out" / "two")
     result = script("table", tmp_path / "data", tmp_path / "out", **chosen)

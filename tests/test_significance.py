@@ -13,7 +13,16 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from nci.errors import ConfigError, DataError
 from nci.evaluate import paired_test
-from nci.significance import Comparison, compare, document_groups, holm, paired_bootstrap, randomisation_test
+from nci.significance import (
+    Comparison,
+    Judged,
+    compare,
+    compare_means,
+    document_groups,
+    holm,
+    paired_bootstrap,
+    randomisation_test,
+)
 
 
 def named(values: np.ndarray | list[float]) -> dict[str, float]:
@@ -207,6 +216,32 @@ def test_compare_corrects_for_the_number_of_systems() -> None:
     assert found["far"].corrected == pytest.approx(3 * found["far"].p_value)
     assert found["far"].difference > 0
     assert found["far"].low == alone["far"].low
+
+
+def test_every_set_of_queries_counts_the_same_in_a_mean() -> None:
+    rng = np.random.default_rng(8)
+    many, few = (named((rng.random(n) < 0.8).astype(float)) for n in (400, 40))
+    worse, better = zeros(many), dict.fromkeys(few, 1.0)
+    both = compare_means([Judged(many, {"b": worse}), Judged(few, {"b": better})], samples=4000)["b"]
+    mean = float(np.mean(list(many.values())))
+    assert both.difference == pytest.approx((mean + float(np.mean(list(few.values()))) - 1.0) / 2)
+    assert both.low < both.difference < both.high
+    # the variance of a mean of two is a quarter of the sum of theirs
+    alone = [paired_bootstrap(many, worse, samples=4000), paired_bootstrap(few, better, samples=4000)]
+    wanted = sum(((each.high - each.low) / 2) ** 2 for each in alone) ** 0.5 / 2
+    assert (both.high - both.low) / 2 == pytest.approx(wanted, rel=0.1)
+
+
+def test_one_set_is_its_own_mean() -> None:
+    a, b = (named(np.random.default_rng(seed).random(50)) for seed in (1, 2))
+    assert compare_means([Judged(a, {"b": b})], samples=500) == compare(a, {"b": b}, samples=500)
+    assert compare_means([Judged(a, {})]) == {}
+
+
+def test_a_win_here_and_a_loss_there_is_no_win() -> None:
+    ones, none = named([1.0] * 100), named([0.0] * 100)
+    found = compare_means([Judged(ones, {"b": none}), Judged(none, {"b": ones})], samples=500)["b"]
+    assert (found.difference, found.p_value) == (0.0, 1.0)
 
 
 def test_impossible_comparisons_are_named() -> None:
