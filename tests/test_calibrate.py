@@ -177,6 +177,7 @@ def config(encoder: Path) -> Any:
     return tiny_config(encoder, calibrate={"share": 0.4, "least": 4})
 
 
+@pytest.mark.slow
 def test_an_index_is_calibrated_on_what_a_first_build_has_not_seen(
     beir: Path, tmp_path: Path, config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -107,6 +107,7 @@ def test_find_is_algorithm_2(
         assert plan.certain or not certain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length_penalty", [0.0, 0.8])
 @pytest.mark.parametrize("beam", [1, 2, [3, 1, 7], [1, 9]], ids=str)
 @pytest.mark.parametrize("anchor", ["none", "mean", "exact"])

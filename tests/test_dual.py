@@ -214,6 +214,7 @@ def test_mining_equals_a_naive_ranking(
     assert mined.candidates.shape == (len(shared), depth)
 
 
+@pytest.mark.slow
 def test_hard_negatives_come_from_the_newest_weights(
     monkeypatch: pytest.MonkeyPatch, encoder: Path, tmp_path: Path
 ) -> None:
@@ -247,6 +248,7 @@ def first_hits(searcher: Searcher, pairs: list[tuple[str, str]]) -> float:
     return float(np.mean([hits[0].doc_id == doc_id for hits, (_, doc_id) in zip(found, pairs, strict=True)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refreshes", [0, 2])
 def test_training_helps_with_queries_it_has_not_seen(encoder: Path, tmp_path: Path, refreshes: int) -> None:
     held_out = [pair for pair in make_queries(DOCUMENTS, seed=9, each=6) if "item" in pair[0]]
@@ -259,6 +261,7 @@ def test_training_helps_with_queries_it_has_not_seen(encoder: Path, tmp_path: Pa
     assert trained.search("apple")[0].source == ("ance" if refreshes else "dpr")
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_weights(encoder: Path, tmp_path: Path) -> None:
     def digest(name: str, **changes: Any) -> str:
         torch.manual_seed(len(name))  # the state of others must not matter, nor change

@@ -88,6 +88,7 @@ def drawn(
     return out / "new" / "pictures", json.loads((out / "numbers.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_figure_is_two_files(drawn: tuple[Path, dict[str, Any]]) -> None:
     out, numbers = drawn
     assert {path.name for path in out.iterdir()} == {f"{name}.{kind}" for name in FIGURES for kind in ("png", "svg")}
@@ -96,6 +97,7 @@ def test_every_figure_is_two_files(drawn: tuple[Path, dict[str, Any]]) -> None:
     assert numbers["split"] == "test,dev"
 
 
+@pytest.mark.slow
 def test_the_tree(drawn: tuple[Path, dict[str, Any]], index: Index) -> None:
     found = drawn[1]["figures"]["tree"]
     ids = [index.trie.semantic_id(number) for number in range(len(index))]
@@ -106,6 +108,7 @@ def test_the_tree(drawn: tuple[Path, dict[str, Any]], index: Index) -> None:
     assert found["clusters_by_fanout"] == [dict(level) for level in levels if level]
 
 
+@pytest.mark.slow
 def test_the_beam(drawn: tuple[Path, dict[str, Any]], index: Index, beir: Path) -> None:
     found = drawn[1]["figures"]["beam"]
     dataset = open_dataset(beir)
@@ -121,6 +124,7 @@ def test_the_beam(drawn: tuple[Path, dict[str, Any]], index: Index, beir: Path) 
     assert found["points"][0]["R@100"] < found["points"][2]["R@100"] == 1
 
 
+@pytest.mark.slow
 def test_the_frequency(drawn: tuple[Path, dict[str, Any]], index: Index, beir: Path) -> None:
     bins = {each["training_queries"]: each for each in drawn[1]["figures"]["frequency"]["bins"]}
     dataset = open_dataset(beir)
@@ -144,6 +148,7 @@ def test_the_frequency(drawn: tuple[Path, dict[str, Any]], index: Index, beir: P
     assert bins["2"]["low@1"] < bins["2"]["found@1"] < bins["2"]["high@1"]
 
 
+@pytest.mark.slow
 def test_the_prefixes(drawn: tuple[Path, dict[str, Any]], index: Index) -> None:
     found = drawn[1]["figures"]["prefixes"]
     assert [list(group) for group in found["queries"]] == [["A-1", "A-2"], ["B-1", "B-2"]]
@@ -158,6 +163,7 @@ def test_the_prefixes(drawn: tuple[Path, dict[str, Any]], index: Index) -> None:
         assert 0.9 < sum(found["probability"][name].values()) <= 1 + 1e-4, "50 of 60 documents hold nearly all of it"
 
 
+@pytest.mark.slow
 def test_the_map(drawn: tuple[Path, dict[str, Any]], index: Index) -> None:
     found = drawn[1]["figures"]["tsne"]
     texts = {name: text for group in found["queries"] for name, text in group.items()}
@@ -172,6 +178,7 @@ def test_the_map(drawn: tuple[Path, dict[str, Any]], index: Index) -> None:
     assert len({(each["x"], each["y"]) for each in found["documents"]}) > 10
 
 
+@pytest.mark.slow
 def test_learning_curves_of_indexes_that_have_one(drawn: tuple[Path, dict[str, Any]], folder: Path) -> None:
     curves = drawn[1]["figures"]["curve"]["curves"]
     ((label, points),) = curves.items()
@@ -335,6 +342,7 @@ def test_few_pairs_have_no_interval_and_are_lighter(index: Index, beir: Path, tm
 # The command
 
 
+@pytest.mark.slow
 def test_two_files_are_two_groups(run: Nci, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("apple pear\nripe plum juice\n")
     (tmp_path / "b.txt").write_text("violin $100 and $200\n")
@@ -366,6 +374,7 @@ def test_an_index_as_in_the_paper(run: Nci, encoder: Path, beir: Path, tmp_path:
     assert all(0 < sum(mass.values()) <= 1 + 1e-4 for mass in found["prefixes"]["probability"].values())
 
 
+@pytest.mark.slow
 def test_without_data_the_others_are_drawn(run: Nci, folder: Path, tmp_path: Path) -> None:
     code, out, err = run("plot", folder, "-o", tmp_path)
     assert code == 0

@@ -133,6 +133,7 @@ def test_the_length_penalty_divides_log_p(index: Index) -> None:
         assert hit.score == pytest.approx(plain[hit.doc_id].score / (len(hit.semantic_id) + 1), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_how_many_documents_were_scored(make: Make, index: Index) -> None:
     assert index.search(QUERY, k=1).documents_scored == 60, "an exact anchor looks at every document"
     for anchor in ("none", "mean"):
@@ -629,6 +630,7 @@ def broken_document(folder: Path) -> None:
     (folder / "documents.jsonl").write_bytes(b"!" + data[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "where"),
     [
@@ -728,6 +730,7 @@ def test_a_newer_format_says_upgrade(copy: Path, monkeypatch: pytest.MonkeyPatch
 # Ensembles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["rrf", "paper"])
 def test_an_ensemble_merges_by_the_formula(make: Make, method: Any) -> None:
     indexes = [Index(make(tree={"seed": seed})) for seed in (0, 1)]

@@ -603,6 +603,7 @@ def test_vectors_of_the_stored_encoder_choose_the_candidates(make: Callable[...,
     assert_exact(index)
 
 
+@pytest.mark.slow
 def test_a_calibrated_index_has_the_fitted_weight(make: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="nci")
     index = Index(make(**PIECES, calibrate={"share": 0.4, "least": 4}))

@@ -136,6 +136,7 @@ def test_a_second_call_does_nothing(index: Path, encoder: Path, beir: Path, done
     assert after == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -266,6 +267,7 @@ def test_a_failed_rebuild_leaves_the_old_index_live(
     assert not list(index.glob("staging-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["manifest.json", "trie.safetensors", "CURRENT"])
 def test_building_again_mends_a_damaged_index(index: Path, encoder: Path, beir: Path, name: str) -> None:
     """The message about a damaged index says that this command rebuilds it."""
@@ -288,6 +290,7 @@ def as_csv(folder: Path) -> Path:
     return folder / "docs.csv"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -632,6 +635,7 @@ def _in_another_thread(work: Callable[[], Any]) -> Any:
         return pool.submit(work).result()
 
 
+@pytest.mark.slow
 def test_seeds_decide_the_bytes(encoder: Path, tmp_path: Path) -> None:
     documents = make_documents(20)
 

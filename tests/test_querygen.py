@@ -82,6 +82,7 @@ def test_every_document_gets_its_queries_in_order(folder: Path, tmp_path: Path) 
     assert read_generated(tmp_path) == read_generated(path)
 
 
+@pytest.mark.slow
 def test_batches_shards_order_and_threads_change_nothing(folder: Path, tmp_path: Path) -> None:
     documents = make_documents(16)
     expected = queries_of(generate_queries(documents, generator=folder, out=tmp_path / "a", settings=CONFIG))
@@ -104,6 +105,7 @@ def test_a_loaded_generator_writes_what_its_folder_writes(folder: Path, tmp_path
     assert by_name.read_bytes() == loaded.read_bytes()
 
 
+@pytest.mark.slow
 def test_seeds_and_settings_are_heard(folder: Path, tmp_path: Path) -> None:
     documents = make_documents(6)
 
@@ -201,6 +203,7 @@ def test_a_killed_run_goes_on_at_its_shard(own: Path, tmp_path: Path) -> None:
     assert resumed.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", range(4))
 def test_a_run_that_ends_at_any_shard_does_only_the_rest(own: Path, tmp_path: Path, last: int) -> None:
     documents = make_documents(20)

@@ -148,6 +148,7 @@ def flat(values: dict[str, dict[str, object]]) -> dict[str, object]:
 # ---- what the scripts say
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", CHANGES)
 def test_a_row_is_the_papers_model_with_one_thing_changed(row: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["bash", "-c", 'source "$0" && flags_of "$1"', str(RUNS / "paper.sh"), row]
@@ -325,6 +326,7 @@ def test_triviaqa_from_files_to_a_row_and_a_baseline(folders: dict[str, Path], t
     assert "| bm25+qg | - " not in result.stdout
 
 
+@pytest.mark.slow
 def test_parts_of_a_corpus_get_the_queries_of_the_whole(folders: dict[str, Path], tmp_path: Path) -> None:
     """Which is why several GPUs may share the work."""
     generator, few = folders["generator"], QueryGenConfig(per_document=2, max_source=32, max_target=8)

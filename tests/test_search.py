@@ -82,6 +82,7 @@ def test_plain_search_is_algorithm_2(
         assert int(found.scored[number]) == (model.tables.trie.documents if exact else looked_at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["tied", "additive-exact", "product-query", "additive-position"])
 @pytest.mark.parametrize("beam", [1, 2, 3])
 @pytest.mark.parametrize("name", TRIES)
@@ -276,6 +277,7 @@ def test_edge_table_on_disk(tmp_path: Path, make_model: MakeModel) -> None:
 SMALL: list[SemanticId] = [(0,), (1, 0), (1, 2), (2, 1)]  # of all strings of at most two digits 0, 1, 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length_penalty", [0.0, 0.8])
 @pytest.mark.parametrize("adapter_start", ["learned", "query"])
 @pytest.mark.parametrize("head", ["tied", "additive", "product"])

@@ -66,6 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return Folder(path, {d["_id"]: d for d in documents}, {q["_id"]: q["text"] for q in queries}, asks_for, seconds)
 
 
+@pytest.mark.slow
 def test_counts_and_time(folder: Folder) -> None:
     assert 5000 <= len(folder.documents) <= 8000
     sizes = {split: len(pairs) for split, pairs in folder.asks_for.items()}
@@ -79,6 +80,7 @@ def test_counts_and_time(folder: Folder) -> None:
     assert folder.seconds < 15
 
 
+@pytest.mark.slow
 def test_familiar_entries_are_there(folder: Folder) -> None:
     titles = {doc_id: row["title"] for doc_id, row in folder.documents.items()}
     assert titles["shutil.copyfile"] == "shutil.copyfile(src, dst, *, follow_symlinks=True)"
@@ -89,6 +91,7 @@ def test_familiar_entries_are_there(folder: Folder) -> None:
     assert {"collections.OrderedDict.move_to_end", "heapq", "itertools.chain", "len", "dict.update"} <= titles.keys()
 
 
+@pytest.mark.slow
 def test_private_names_and_tests_are_not(folder: Folder) -> None:
     parts = {part for doc_id in folder.documents for part in doc_id.split(".")}
     assert not {part for part in parts if part.startswith("_") and not part.endswith("__")} - {"_thread"}
@@ -97,6 +100,7 @@ def test_private_names_and_tests_are_not(folder: Folder) -> None:
     assert not any(" at 0x" in row["title"] for row in folder.documents.values())
 
 
+@pytest.mark.slow
 def test_no_query_is_left_in_its_document(folder: Folder) -> None:
     for pairs in folder.asks_for.values():
         for query_id, doc_id in pairs.items():
@@ -105,6 +109,7 @@ def test_no_query_is_left_in_its_document(folder: Folder) -> None:
             assert squeezed(folder.queries[query_id]) not in squeezed(f"{row['title']}\n{row['text']}")
 
 
+@pytest.mark.slow
 def test_queries_are_distinct_sentences_of_the_docstring(folder: Folder, collected: list[Document]) -> None:
     assert max(Counter(map(squeezed, folder.queries.values())).values()) == 1
     assert all(3 <= len(text.split()) <= 40 for text in folder.queries.values())
@@ -114,6 +119,7 @@ def test_queries_are_distinct_sentences_of_the_docstring(folder: Folder, collect
             assert squeezed(folder.queries[query_id]) in before[doc_id]
 
 
+@pytest.mark.slow
 def test_splits_are_disjoint_and_seen_means_seen(folder: Folder) -> None:
     seen = set(folder.asks_for["train"].values())
     assert set().union(*folder.asks_for.values()) == folder.queries.keys()
@@ -170,6 +176,7 @@ def test_a_python_file_named_like_a_c_module_is_never_run(tmp_path: Path) -> Non
     assert done.stdout.strip() == "True"
 
 
+@pytest.mark.slow
 def test_limit_stops_early(collected: list[Document]) -> None:
     assert collect(limit=25) == collected[:25]
     assert collect(limit=0) == []

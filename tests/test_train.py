@@ -164,6 +164,7 @@ class Repeated:
         return function(*inputs)
 
 
+@pytest.mark.slow
 def test_steps_that_can_be_recorded_train_the_same_weights(
     ready: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +350,7 @@ class Scripted:
         return {"R@1": self.values[len(self.seen) - 1], "R@10": 1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "best"),
     [((0.1, 0.7, 0.3, 0.2), 1), ((0.9, 0.1, 0.1, 0.1), 0), ((0.1, 0.2, 0.3, 0.4), 3), ((0.0, 0.0, 0.0, 0.0), 0)],
@@ -471,6 +473,7 @@ def test_resumed_training_ends_with_the_same_bits(
     assert end_of(tmp_path / "broken") == end_of(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_resume_at_the_wrong_batch_ends_with_other_bits(
     ready: Workshop, whole: str, tmp_path: Path, killer: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def test_equals_the_literal_algorithm(backend: Any, documents: int, k: int, c: i
     check(tree, config)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(
     documents=st.integers(1, 200),
