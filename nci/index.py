@@ -6,7 +6,6 @@ import copy
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -220,9 +219,7 @@ class Index:
         order = np.arange(len(self), dtype=np.int64)
         lexical = self.engine.lexical
         bias = self.engine.vectors.bias if self.engine.vectors is not None else None
-        pieces = self.engine.pieces  # what those of a query count was learned from states of the trained encoder
-        pieces = None if pieces is None else replace(pieces, importance=None)
-        parts = (encoder, encoder, lexical, bias, pieces)
+        parts = (encoder, encoder, lexical, bias, self.engine.pieces)
         assembly = Assembly(self.config, self.trie, model.config.values, order, vectors, *parts)
         fresh = assembly.model(device=self.engine.device)
         if bias is not None and fresh.anchor_weights is not None and model.anchor_weights is not None:

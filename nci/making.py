@@ -27,14 +27,12 @@ from nci.embed import fingerprint as encoder_fingerprint
 from nci.encoders import TextEncoder, fetch_encoder
 from nci.errors import ConfigError
 from nci.expansion import OwnScores, appended_queries, expanded_scores
-from nci.importance import learn_importance
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.pack import DocumentFile
 from nci.pairs import BatchPlan, make_pairs, write_plan
 from nci.pieces import PieceVectors
 from nci.records import Document
-from nci.search.engine import clean_query, is_query
 from nci.store import waiting_lock
 from nci.train import train
 from nci.training_data import TrainingData
@@ -190,7 +188,7 @@ class Making:
             plan = _plan_stage(stages, input_key, self.documents, data, assembly, lexical, own_lexical)
             counts = plan.counts
             _train(model, plan, assembly, data, out, device=device)
-        return Made(tree, _weigh(assembly, model, data), model, counts, out)
+        return Made(tree, assembly, model, counts, out)
 
     def _tune(self, stages: Stages, data: TrainingData) -> Path:
         """The folder of the encoder, trained on the pairs."""
@@ -307,19 +305,3 @@ def _train(model: NCIModel, plan: BatchPlan, assembly: Assembly, data: TrainingD
     if int(os.environ.get("RANK", "0")) == 0:
         seconds = time.monotonic() - started
         log.info("%-10s %d batches of %d in %.1f s", "train", len(plan), assembly.config.train.batch_size, seconds)
-
-
-def _weigh(assembly: Assembly, model: NCIModel, data: TrainingData) -> Assembly:
-    """The same with what the pieces of a query count, where late interaction can learn it."""
-    most, pieces = assembly.config.train.importance, assembly.pieces
-    asked = [(clean_query(text), int(assembly.leaf_of_row[row])) for text, row in data.real if is_query(text)]
-    if pieces is None or not asked or not most or int(os.environ.get("RANK", "0")) != 0:
-        return assembly
-    started = time.monotonic()
-    learned = learn_importance(assembly.engine(model), asked, most=most, seed=assembly.config.train.seed)
-    if not np.isfinite(learned).all():
-        log.warning("what word pieces of queries count could not be learned: all count the same")
-        return assembly
-    seconds = time.monotonic() - started
-    log.info("%-10s of word pieces, from %d queries in %.1f s", "importance", min(most, len(asked)), seconds)
-    return replace(assembly, pieces=replace(pieces, importance=learned))

@@ -140,8 +140,6 @@ class TrainConfig(Section):
         tau: Temperature of the consistency loss.
         spare_unseen: A document without any real query is no negative for real queries (with normalise children only).
         precision: auto takes bf16 on a GPU and on a CPU that has it, else fp32.
-        importance: Training queries from which late interaction learns what each word piece of a query counts; with 0 all count
-            the same. Worth a point or two where the encoder is not trained, else nothing.
         evaluations: How often `dev` is searched during training.
         dev_queries: Queries of `dev` used for that; the final choice too.
         metric: The metric on `dev` by which the best state is chosen.
@@ -165,7 +163,6 @@ class TrainConfig(Section):
     tau: float = 1.0
     spare_unseen: bool = True
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    importance: int = 0
     evaluations: int = 5
     dev_queries: int = 500
     metric: str = "R@1"
@@ -184,7 +181,6 @@ class TrainConfig(Section):
         check(self.max_grad_norm >= 0, f"--train.max_grad_norm is at least 0, not {self.max_grad_norm}")
         check(self.alpha >= 0, f"--train.alpha is at least 0, not {self.alpha}")
         check(self.tau > 0, f"--train.tau is positive, not {self.tau}")
-        check(self.importance >= 0, f"--train.importance is at least 0, not {self.importance}")
         check(self.evaluations >= 0, "--train.evaluations is at least 0")
         check(self.dev_queries >= 1, "--train.dev_queries is at least 1")
         check(self.checkpoint_minutes >= 0, "--train.checkpoint_minutes is at least 0")

@@ -21,7 +21,6 @@ from nci.errors import DataError
 from nci.shards import write_rows
 
 UNIT = 127  # a code of 1.0
-UNIFORM = 0.5413  # softplus of it is 1: what a piece counts where nothing was learned
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ class PieceVectors:
     first: NDArray[np.int64]  # (documents,)
     lengths: NDArray[np.int64]  # (documents,)
     projection: NDArray[np.float32]  # (width of the encoder, width)
-    importance: NDArray[np.float32] | None = None  # (width of the encoder + 1,) of queries' pieces, see `shares`
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -42,10 +40,7 @@ class PieceVectors:
         return replace(self, first=self.first[order], lengths=self.lengths[order])
 
     def save(self, folder: Path) -> None:
-        """`codes.npy` with the pieces of the documents one after the other, `lengths.npy`, `projection.npy`.
-
-        What was learned of queries' pieces is `importance.npy`.
-        """
+        """`codes.npy` with the pieces of the documents one after the other, `lengths.npy`, `projection.npy`."""
         folder.mkdir(parents=True, exist_ok=True)
         shape = (int(self.lengths.sum()), self.codes.shape[1])
         places = zip(self.first.tolist(), self.lengths.tolist(), strict=True)
@@ -53,8 +48,6 @@ class PieceVectors:
         write_rows(folder / "codes.npy", each, shape, np.dtype(np.int8))
         np.save(folder / "lengths.npy", self.lengths.astype(np.int32), allow_pickle=False)
         np.save(folder / "projection.npy", self.projection, allow_pickle=False)
-        if self.importance is not None:
-            np.save(folder / "importance.npy", self.importance, allow_pickle=False)
 
     @classmethod
     def load(cls, folder: Path) -> PieceVectors:
@@ -66,12 +59,9 @@ class PieceVectors:
         )
         lengths = lengths.astype(np.int64)
         first = np.cumsum(lengths) - lengths
-        learned = folder / "importance.npy"
-        importance = np.load(learned, allow_pickle=False) if learned.exists() else None
-        fits = importance is None or importance.shape == (len(projection) + 1,)
-        if lengths.sum() != len(codes) or projection.shape[1] != codes.shape[1] or not fits:
-            raise DataError(f"{folder}: codes, lengths, projection and importance do not fit; build the index again")
-        return cls(codes, first, lengths, projection, importance)
+        if lengths.sum() != len(codes) or projection.shape[1] != codes.shape[1]:
+            raise DataError(f"{folder}: codes, lengths and projection do not fit; build the index again")
+        return cls(codes, first, lengths, projection)
 
 
 @torch.inference_mode()
@@ -119,22 +109,10 @@ def special_pieces(tokenizer: Any) -> list[int]:
     return sorted({*tokenizer.all_special_ids, *tokenizer("")["input_ids"]} - {tokenizer.unk_token_id})
 
 
-def shares(
-    ids: Tensor, mask: Tensor, special: Tensor, states: Tensor | None = None, importance: Tensor | None = None
-) -> Tensor:
-    """What each token of queries (queries, tokens) counts in a mean over their pieces; where all are special, they do.
-
-    Args:
-        states: (queries, tokens, width) of the encoder.
-        importance: (width + 1,) a linear function of a state's direction, whose softplus says what the piece counts; none
-            counts all the same.
-    """
+def shares(ids: Tensor, mask: Tensor, special: Tensor) -> Tensor:
+    """What each token of queries (queries, tokens) counts in a mean over their pieces; where all are special, they do."""
     counts = mask & (ids.unsqueeze(-1) != special).all(-1)
     counts = torch.where(counts.any(1, keepdim=True), counts, mask).float()
-    if importance is not None:
-        assert states is not None
-        directions = torch.nn.functional.normalize(states.float(), dim=-1) * states.shape[-1] ** 0.5
-        counts = counts * torch.nn.functional.softplus(directions @ importance[:-1] + importance[-1])
     return counts / counts.sum(1, keepdim=True).clamp(min=1e-12)
 
 

@@ -40,10 +40,8 @@ def check_structure(index: Index) -> list[str]:
     pieces = index.engine.pieces
     if pieces is not None and len(pieces) != documents:
         problems.append(f"pieces: expected those of {documents} documents, found {len(pieces)}")
-    for name in ("projection", "importance") if pieces is not None else ():
-        values = getattr(pieces, name)
-        if values is not None and not np.isfinite(values).all():
-            problems.append(f"pieces/{name}.npy: holds values that are not finite")
+    if pieces is not None and not np.isfinite(pieces.projection).all():
+        problems.append("pieces/projection.npy: holds values that are not finite")
     for name, parameter in index.engine.model.named_parameters():
         if not bool(parameter.isfinite().all()):
             problems.append(f"model.safetensors: {name} holds values that are not finite")

@@ -24,7 +24,7 @@ else
   MAIN=${MAIN:-nci nci-zeroed nci-pure}
   ROWS=${ROWS:-no-generated no-documents no-pawa no-semantic no-regularisation constrained unconstrained
     layers-0 layers-1 layers-2 layers-4 layers-6 layers-8 alpha-0 alpha-0.1 alpha-0.15 alpha-0.2 alpha-0.3
-    no-lexical no-lexical-queries no-pieces importance no-tuning no-calibration}
+    no-lexical no-lexical-queries no-pieces no-tuning no-calibration}
 fi
 
 die() { # STATUS WORDS...
@@ -49,7 +49,6 @@ system_of() { # ROW
     no-lexical) echo "$1=nci[model.score=dense]" ;;
     no-lexical-queries) echo "$1=nci[lexical.training=false,lexical.generated=0]" ;;
     no-pieces) echo "$1=nci[embed.pieces=0]" ;;
-    importance) echo "$1=nci[train.importance=8000]" ;;
     no-tuning) echo "$1=nci[tune.epochs=0,tune.refreshes=0]" ;;
     no-calibration) echo "$1=nci[calibrate.share=0]" ;;
     *) die 2 "there is no row $1; runs/ablations.sh lists them" ;;
@@ -102,7 +101,6 @@ parts = {
     "lexical score": ("nci", "no-lexical", "", ""),
     "queries in the lexical score": ("nci", "no-lexical-queries", "", ""),
     "late interaction": ("nci", "no-pieces", "", ""),
-    "weights of a query's word pieces": ("importance", "nci", "", ""),
     "tuning of the encoder": ("nci", "no-tuning", "", ""),
     "calibration": ("nci", "no-calibration", "", ""),
 }

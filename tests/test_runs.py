@@ -69,7 +69,6 @@ ABLATIONS: dict[str, dict[str, object]] = {
     "no-lexical": {"model.score": "dense"},
     "no-lexical-queries": {"lexical.training": False, "lexical.generated": 0},
     "no-pieces": {"embed.pieces": 0},
-    "importance": {"train.importance": 8000},
     "no-tuning": {"tune.epochs": 0, "tune.refreshes": 0},
     "no-calibration": {"calibrate.share": 0},
 }

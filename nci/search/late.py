@@ -2,8 +2,6 @@
 
     late(q, d) = mean over the pieces of q of the best cosine with a piece of d
 
-The mean is a weighted one where it was learned what each piece counts (`nci.importance`).
-
 Only the best documents of each query by the other parts of the content score are compared, and what is added to a score
 is how far a document is above the worst of these: the others lose nothing that they might have had. No training.
 """
@@ -59,7 +57,6 @@ class LateScores:
         self.longest = int(pieces.lengths.max())
         self.directions = torch.as_tensor(pieces.projection, device=device)
         self.special = torch.as_tensor(list(special), dtype=torch.long, device=device)
-        self.importance = None if pieces.importance is None else torch.as_tensor(pieces.importance, device=device)
         # what a GPU multiplies fast, and what a CPU does
         self.dtype = torch.float32 if device == "cpu" else torch.float16
         self.int8 = precision == "int8" and device == "cpu" and pieces.codes.shape[1] >= 16
@@ -76,7 +73,7 @@ class LateScores:
 
     def compare(self, asked: Asked, chosen: Tensor) -> Tensor:
         """late(q, d) of some documents (queries, documents) of each query."""
-        counts = shares(asked.ids, asked.mask, self.special, asked.states, self.importance)
+        counts = shares(asked.ids, asked.mask, self.special)
         return torch.einsum("qdt,qt->qd", self.cosines(asked, chosen), counts)
 
     def cosines(self, asked: Asked, chosen: Tensor) -> Tensor:
