@@ -27,8 +27,9 @@ from nci.errors import DataError
 from nci.evaluate import evaluate, per_query, read_run, table, write_run
 from nci.names import INDEXES, kind_of, labelled, one_name, split_outside
 from nci.records import Qrels, Query, Run
-from nci.systems import check, key, make, seeds_of
-from nci.systems import check_names as check_spelling
+from nci.system_checks import check
+from nci.system_checks import check_names as check_spelling
+from nci.systems import key, make, seeds_of
 
 if TYPE_CHECKING:
     from nci.workbench import Workbench

@@ -24,11 +24,13 @@ class Variant:
         changes: Fields that differ, by section.
         longer: Factor on the epochs: what has no anchor must learn everything, and its encoder must move.
         system: What is searched: trained, untrained, zeroed; or unconstrained, which is trained and leaves the tree.
+        trained: Whose index that is, where it is another one's.
     """
 
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     longer: int = 1
     system: str = "trained"
+    trained: str = "nci"
 
 
 FREE_LR = 1e-4  # of an encoder without anchors, at least
@@ -47,12 +49,20 @@ INDEXES = {
     "nci-zeroed": Variant(system="zeroed"),
     "nci-unconstrained": Variant(system="unconstrained"),
     "nci-pure": Variant(PURE, longer=6),
+    "nci-pure-unconstrained": Variant(PURE, longer=6, system="unconstrained", trained="nci-pure"),
     "nci-noqg": Variant({"pairs": {"generated": 0.0}}),
     "nci-qg50": Variant({"pairs": {"generated_queries": 50}}),
 }
 WITH_PLUS = {"bm25+trainq", "bm25+qg", "bm25+qg50"}  # the other systems have none in their names
 QUERYLESS = {"bm25", "bm25-okapi", "dense", "dense-hnsw", "bert-bruteforce", "bert-faiss"}  # know documents alone
 FITTED = {"sum", "const"}  # on queries that the systems they are built on have not seen
+NEED_PAIRS = {
+    *("bm25+trainq", "knn", "dpr", "ance", "ance-maxp", "seal", "dsi", "dsi-atomic", "rerank"),
+    *("nci-pure", "nci-pure-unconstrained"),
+}
+NEED_GENERATED = {"bm25+qg", "bm25+qg50", "nci-qg50"}
+ASK_FOR_GENERATED = NEED_GENERATED | {"nci-noqg"}  # without them, nci-noqg would be nci under another name
+TAKE_GENERATED = NEED_GENERATED | (INDEXES.keys() - {"nci-noqg", "dsi", "dsi-atomic"}) | {"nci-ensemble"}
 FOLD = "fold:"  # before the name of a system: the one made without the queries of the withheld documents
 
 

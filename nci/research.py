@@ -70,7 +70,7 @@ def compare(args: Namespace) -> int:
     from nci.corpus import open_dataset
     from nci.evaluate import check_metric
     from nci.parsers import default_preset
-    from nci.systems import check_names, generated_source
+    from nci.system_checks import check_names, generated_source
 
     dataset = open_dataset(args.data)
     if dataset is None:
@@ -161,7 +161,7 @@ def _tradeoff(
 def _systems(text: str) -> list[str]:
     """Names of --systems, with those of the full table in place of the word table."""
     from nci.compare import split_names
-    from nci.systems import PACKAGES, table_names
+    from nci.system_checks import PACKAGES, table_names
 
     names = split_names(text)
     if "table" not in names:

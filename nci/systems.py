@@ -8,7 +8,7 @@
     dsi  dsi-atomic  seal                         other generative ones
     nci  nci-untrained  nci-zeroed  nci-pure      the index; before training; without its generative part; without anchors
     nci-noqg  nci-qg50                            without generated queries; with at most 50 a document
-    nci-unconstrained                             searched without its tree, with model.normalise=position or vocabulary
+    nci-unconstrained  nci-pure-unconstrained     searched without their tree, with model.normalise=position or vocabulary
     nci-ensemble                                  all seeds of nci merged
     nci[train.alpha=0.15,tree.k=10]               any of these indexes but the ensemble, with other settings
     rrf:A+B  sum:A+B  rerank:A                    built on others: by ranks, by scores, by a cross-encoder
@@ -23,7 +23,6 @@ A system is made once, in a folder of the workbench named by a hash of what it d
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -34,9 +33,8 @@ from nci.baselines import Baseline, Searcher
 from nci.baselines.bm25 import BM25
 from nci.baselines.dense import Dense
 from nci.config import content_key
-from nci.errors import ConfigError
-from nci.names import FITTED, FOLD, INDEXES, QUERYLESS, config_of, kind_of, labelled, leaves, of_fold, parts_of
-from nci.recipe import QueryGenConfig, Recipe
+from nci.names import FITTED, FOLD, INDEXES, QUERYLESS, TAKE_GENERATED, config_of, kind_of, of_fold, parts_of
+from nci.recipe import Recipe
 from nci.records import Hit
 from nci.training_data import split_pairs
 
@@ -46,87 +44,6 @@ if TYPE_CHECKING:  # both import torch; a name that was typed wrong is to be tol
 
 Made = tuple[Searcher, int]
 """A system and the bytes of what it keeps."""
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Refuse names that stand for nothing, whatever the data."""
-    if not names:
-        raise ConfigError("--systems names no system; give one or more, as in bm25,nci")
-    rows = Counter(labelled(name)[0] for name in names)
-    for row, times in rows.items():
-        if times > 1:
-            raise ConfigError(f"--systems names {row} {times} times; each system is one row")
-        if not row:
-            raise ConfigError("--systems: a row has no name; expected ROW=SYSTEM, or SYSTEM alone")
-    for name in names:
-        _check_name(labelled(name)[1])
-
-
-def _check_name(name: str, fitted: int = 0) -> None:
-    kind = kind_of(name)
-    fitted += kind in FITTED
-    if fitted > 2:  # SHARED names no more folds of folds
-        raise ConfigError(f"--systems: {name} is inside of two others that are sum or const; expected one at most")
-    composed = name.startswith(f"{kind}:")
-    if composed and kind not in COMPOSED:
-        raise ConfigError(f"--systems: {kind!r} is built on nothing; {', '.join(COMPOSED)} are")
-    if not composed and kind not in MAKERS and kind not in INDEXES:
-        known = ", ".join([*MAKERS, *INDEXES, *(f"{kind}:..." for kind in COMPOSED)])
-        raise ConfigError(f"--systems: there is no {name!r}; there are {known}")
-    if kind in MAKERS and name != kind:
-        raise ConfigError(f"--systems {name}: {kind} has no settings in brackets; {', '.join(INDEXES)} have")
-    parts = parts_of(name)
-    for part in parts:
-        _check_name(part, fitted)
-    if kind in ("rrf", "sum") and len(set(parts)) < 2:
-        raise ConfigError(f"--systems: {name} needs two systems or more, joined by +")
-
-
-def check(bench: Workbench, name: str) -> None:
-    """Refuse wrong settings, and what the data has not the parts for."""
-    kind = kind_of(name)
-    if kind in INDEXES:
-        model = config_of(bench.config, name).model
-        if kind == "nci-unconstrained" and model.normalise == "children":
-            raise ConfigError(
-                f"--systems {name}: only a model that knows more than a node's real children is searched without its tree: "
-                "add [model.normalise=position,model.anchor=none,model.content=false,model.edge_bias=false]"
-            )
-    for part in parts_of(name):
-        check(bench, part)
-    if (kind in NEED_PAIRS or kind == "const") and not bench.pairs:
-        raise ConfigError(f"--systems: {name} needs training queries, and the data has no qrels/train.tsv")
-    if kind in FITTED and not split_pairs(bench.dataset, "dev"):
-        raise ConfigError(f"--systems: {name} needs held-out queries, and the data has no qrels/dev.tsv")
-    if kind in NEED_GENERATED and bench.generated_from is None:
-        raise ConfigError(
-            f"--systems: {name} needs generated queries: --generated auto makes them, --generated FILE names them"
-        )
-
-
-def table_names() -> tuple[list[str], list[str]]:
-    """The systems of the full table, and those left out because a package is not here."""
-    absent = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package) is None]
-    return [name for name in TABLE if name not in absent], absent
-
-
-def generated_source(
-    option: str, names: Sequence[str], *, per_document: int | None, encoder: str
-) -> Path | Recipe | None:
-    """Where generated queries come from: none, a file, or, where one of the systems is about them, how to make them.
-
-    Args:
-        option: none, auto, or the name of a file.
-        per_document: Queries per document; none means 50 where a name ends in qg50, else 15.
-        encoder: What the generator is trained from.
-    """
-    if option not in ("none", "auto"):
-        return Path(option)
-    asked = {kind_of(leaf) for name in names for leaf in leaves(labelled(name)[1])}
-    if option == "none" or asked.isdisjoint(ASK_FOR_GENERATED):
-        return None
-    usual = 50 if any(name.endswith("qg50") for name in asked) else 15
-    return Recipe(QueryGenConfig(per_document=usual if per_document is None else per_document), encoder=encoder)
 
 
 def seeds_of(bench: Workbench, name: str) -> int:
@@ -154,7 +71,7 @@ def needs(bench: Workbench, name: str, seed: int) -> list[tuple[str, int]]:
     if name == "ance":
         found.append(("dpr", 0))
     if kind in INDEXES and INDEXES[kind].system != "trained":
-        found.append((f"nci{name.removeprefix(kind)}", seed))
+        found.append((f"{INDEXES[kind].trained}{name.removeprefix(kind)}", seed))
     if name == "nci-ensemble":
         found += [("nci", each) for each in range(bench.seeds)]
     return found
@@ -314,7 +231,8 @@ def _seal(bench: Workbench) -> Made:
 def _index(bench: Workbench, name: str, seed: int) -> Made:
     kind = kind_of(name)
     variant = INDEXES[kind]
-    index = bench.index(seed, config_of(bench.config, name).to_dict(), kind if variant.changes else "nci")
+    label = kind if variant.system == "trained" else variant.trained
+    index = bench.index(seed, config_of(bench.config, name).to_dict(), label)
     free = variant.system == "unconstrained"
     searcher = Unconstrained(index) if free else cast(Searcher, index.system(variant.system))
     return searcher, folder_bytes(index.generation)
@@ -388,13 +306,3 @@ SECTION = {
     **dict.fromkeys(("dpr", "ance", "ance-maxp"), "dual"),
 }
 CHANGED = {"nci-untrained": ["calibrated"]}  # what a name stood for before was another system
-NEED_PAIRS = {"bm25+trainq", "knn", "dpr", "ance", "ance-maxp", "seal", "dsi", "dsi-atomic", "nci-pure", "rerank"}
-NEED_GENERATED = {"bm25+qg", "bm25+qg50", "nci-qg50"}
-ASK_FOR_GENERATED = NEED_GENERATED | {"nci-noqg"}  # without them, nci-noqg would be nci under another name
-TAKE_GENERATED = NEED_GENERATED | (INDEXES.keys() - {"nci-noqg", "dsi", "dsi-atomic"}) | {"nci-ensemble"}
-TABLE = (
-    *("bm25", "bm25-okapi", "bm25+trainq", "bm25+qg", "dense", "dense-hnsw", "knn", "dpr", "ance", "seal", "dsi"),
-    *("const:bm25+trainq", "const:ance", "rrf:bm25+trainq+ance", "sum:bm25+trainq+ance", "rerank:bm25+trainq"),
-    *("nci", "nci-zeroed", "nci-noqg", "nci-pure", "nci-ensemble"),
-)
-PACKAGES = {"dense-hnsw": "faiss", "seal": "pydivsufsort"}

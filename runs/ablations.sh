@@ -2,30 +2,33 @@
 # What each part is worth: the paper's ablations and ours, on BEIR folders below DATA_ROOT.
 #
 #   runs/ablations.sh DATA_ROOT OUT                                        all rows, of boolq and tldr
-#   DATASETS=tldr ROWS="no-pawa alpha-0.15" runs/ablations.sh DATA_ROOT OUT    some
+#   DATASETS=tldr ROWS="base no-pawa" runs/ablations.sh DATA_ROOT OUT      some
+#   BESIDE=1 EPOCHS=12 runs/ablations.sh DATA_ROOT OUT                     all data sets at once on one GPU, short trainings
 #   QUICK=1 runs/ablations.sh DATA_ROOT OUT                                few rows, one seed, the preset fast
 #
 # OUT/results.jsonl gets a line for every finished row, OUT/effects.md what each part is worth beside what the paper says,
 # OUT/NAME the tables of both calls of `nci compare` and all that was built. The same command takes up a killed run.
-# For the paper's model, which has no anchors, give PRESET a .yaml file with model: {anchor: none, content: false,
-# edge_bias: false}, and another OUT.
+# The paper's rows change the paper's model, nci-pure, which has no anchors; with BASE=nci the index that has them.
+# Ours change the index.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python}
 DATASETS=${DATASETS:-boolq tldr}
 if [[ -n ${QUICK:-} ]]; then
   SEEDS=${SEEDS:-1} JOBS=${JOBS:-1} PRESET=${PRESET:-fast} GENERATED=${GENERATED:-none}
-  MAIN=${MAIN:-nci nci-zeroed} ROWS=${ROWS:-no-pawa no-semantic}
+  MAIN=${MAIN:-nci nci-zeroed} ROWS=${ROWS:-base no-pawa no-semantic}
 else
   SEEDS=${SEEDS:-3}            # indexes behind each of the main rows; the others have one
   JOBS=${JOBS:-4}              # systems made at once
   PRESET=${PRESET:-default}    # settings of the indexes, or a .yaml file
   GENERATED=${GENERATED:-auto} # a file of generated queries; auto makes them, none means none
   MAIN=${MAIN:-nci nci-zeroed nci-pure}
-  ROWS=${ROWS:-no-generated no-documents no-pawa no-semantic no-regularisation constrained unconstrained
+  ROWS=${ROWS:-base no-generated no-documents no-pawa no-semantic no-regularisation constrained unconstrained
     layers-0 layers-1 layers-2 layers-4 layers-6 layers-8 alpha-0 alpha-0.1 alpha-0.15 alpha-0.2 alpha-0.3
-    no-lexical no-lexical-queries no-pieces no-tuning no-calibration}
+    nci-no-generated nci-no-documents no-lexical no-lexical-queries no-pieces no-tuning no-calibration}
 fi
+BASE=${BASE:-nci-pure} # what the paper's rows change
+EPOCHS=${EPOCHS:-}     # of the paper's rows; none: as many as the base has
 
 die() { # STATUS WORDS...
   printf '%s: %s\n' "${0##*/}" "${*:2}" >&2
@@ -36,16 +39,21 @@ die() { # STATUS WORDS...
 # than the tree can be searched without it.
 system_of() { # ROW
   local free=model.normalise=position,model.anchor=none,model.content=false,model.edge_bias=false
+  local epochs=${EPOCHS:+train.epochs=$EPOCHS}
+  local more=${epochs:+,$epochs}
   case $1 in
-    no-generated) echo "$1=nci-noqg" ;;
-    no-documents) echo "$1=nci[pairs.span_share=0]" ;;
-    no-pawa | layers-0) echo "$1=nci[model.head=tied,model.adapter_layers=0]" ;;
-    no-semantic) echo "$1=nci[tree.ids=random]" ;;
-    no-regularisation) echo "$1=nci[train.alpha=0]" ;;
-    constrained) echo "$1=nci[$free]" ;;
-    unconstrained) echo "$1=nci-unconstrained[$free]" ;;
-    layers-[1-8]) echo "$1=nci[model.adapter_layers=${1#*-}]" ;;
-    alpha-0 | alpha-0.[0-9]*) echo "$1=nci[train.alpha=${1#*-}]" ;;
+    base) echo "$1=$BASE${epochs:+[$epochs]}" ;;
+    no-generated) echo "$1=$BASE[pairs.generated=0$more]" ;;
+    no-documents) echo "$1=$BASE[pairs.span_share=0$more]" ;;
+    no-pawa | layers-0) echo "$1=$BASE[model.head=tied,model.adapter_layers=0$more]" ;;
+    no-semantic) echo "$1=$BASE[tree.ids=random$more]" ;;
+    no-regularisation) echo "$1=$BASE[train.alpha=0$more]" ;;
+    constrained) echo "$1=$BASE[$free$more]" ;;
+    unconstrained) echo "$1=$BASE-unconstrained[$free$more]" ;;
+    layers-[1-8]) echo "$1=$BASE[model.adapter_layers=${1#*-}$more]" ;;
+    alpha-0 | alpha-0.[0-9]*) echo "$1=$BASE[train.alpha=${1#*-}$more]" ;;
+    nci-no-generated) echo "$1=nci-noqg" ;;
+    nci-no-documents) echo "$1=nci[pairs.span_share=0]" ;;
     no-lexical) echo "$1=nci[model.score=dense]" ;;
     no-lexical-queries) echo "$1=nci[lexical.training=false,lexical.generated=0]" ;;
     no-pieces) echo "$1=nci[embed.pieces=0]" ;;
@@ -88,15 +96,17 @@ for line in (folder / "results.jsonl").read_text(encoding="utf-8").splitlines():
     here.setdefault((found["data"], found["split"]), {})[found["row"]] = 100 * found["metrics"]["R@1"]
 # part: with and without it here, with and without it in the paper
 parts = {
-    "generated queries": ("nci", "no-generated", "base", "no-generated"),
-    "documents as queries": ("nci", "no-documents", "base", "no-documents"),
-    "prefix-aware weights": ("nci", "no-pawa", "base", "no-pawa"),
-    "semantic ids": ("nci", "no-semantic", "base", "no-semantic"),
+    "generated queries": ("base", "no-generated", "base", "no-generated"),
+    "documents as queries": ("base", "no-documents", "base", "no-documents"),
+    "prefix-aware weights": ("base", "no-pawa", "base", "no-pawa"),
+    "semantic ids": ("base", "no-semantic", "base", "no-semantic"),
     "regularisation": ("alpha-0.15", "no-regularisation", "base", "no-regularisation"),
     "constrained beam search": ("constrained", "unconstrained", "base", "unconstrained"),
     **{f"4 adapter layers, not {n}": ("layers-4", f"layers-{n}", "base", f"layers-{n}" if n else "no-pawa") for n in (0, 1, 2, 6, 8)},
     **{f"alpha 0.15, not {a}": ("alpha-0.15", f"alpha-{a}", "base", f"alpha-{a}") for a in (0.1, 0.2, 0.3)},
-    "generative part": ("nci", "nci-zeroed", "", ""),
+    "our generative part": ("nci", "nci-zeroed", "", ""),
+    "our generated queries": ("nci", "nci-no-generated", "", ""),
+    "our documents as queries": ("nci", "nci-no-documents", "", ""),
     "anchors": ("nci", "nci-pure", "", ""),
     "lexical score": ("nci", "no-lexical", "", ""),
     "queries in the lexical score": ("nci", "no-lexical-queries", "", ""),
@@ -130,10 +140,30 @@ done
 # Both calls must make, and share, generated queries: bm25+qg asks for them.
 asking=bm25+qg
 [[ $GENERATED == none ]] && asking=bm25
+both() { # NAME
+  local failed=0
+  mkdir -p "$out/$1"
+  compare "$1" main "${MAIN// /,},$asking" || failed=1
+  compare "$1" ablations "$systems,$asking" --variant-seeds 1 || failed=1
+  return "$failed"
+}
+# Processes beside each other share one GPU only inside NVIDIA's service, which this begins where it is installed.
+if [[ -n ${BESIDE:-} && -z ${INSIDE:-} ]]; then
+  export INSIDE=1
+  exec "$PYTHON" -c 'import subprocess, sys
+from nci.mps import shared_gpu
+with shared_gpu(True):
+    sys.exit(subprocess.run(sys.argv[1:]).returncode)' bash "$0" "$@"
+fi
+running=()
 for name in $DATASETS; do
-  mkdir -p "$out/$name"
-  compare "$name" main "${MAIN// /,},$asking" || failed=1
-  compare "$name" ablations "$systems,$asking" --variant-seeds 1 || failed=1
+  if [[ -n ${BESIDE:-} ]]; then
+    both "$name" &
+    running+=($!)
+  else
+    both "$name" || failed=1
+  fi
 done
+for each in "${running[@]}"; do wait "$each" || failed=1; done
 [[ -e $out/results.jsonl ]] && report
 ((!failed)) || die 1 "not all rows were made: see above; ROWS names those to make"

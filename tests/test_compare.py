@@ -16,10 +16,12 @@ from nci.config import Config
 from nci.corpus import open_dataset
 from nci.errors import ConfigError, DataError
 from nci.evaluate import evaluate, per_query
+from nci.names import leaves, parts_of
 from nci.overall import overall
 from nci.recipe import Recipe
 from nci.records import Hit
-from nci.systems import check, key, leaves, make, needs, parts_of, table_names
+from nci.system_checks import check, table_names
+from nci.systems import key, make, needs
 from nci.workbench import Workbench
 
 

@@ -26,7 +26,8 @@ from nci.errors import ConfigError
 from nci.index import Index
 from nci.querygen import QueryGenConfig, read_generated, write_generated
 from nci.recipe import Recipe
-from nci.systems import first_of_each, generated_source, make, needs, seeds_of
+from nci.system_checks import generated_source
+from nci.systems import first_of_each, make, needs, seeds_of
 from nci.workbench import Workbench
 
 Nci = Callable[..., tuple[int, str, str]]
@@ -292,7 +293,7 @@ def test_settings_are_changed_one_by_one() -> None:
 def test_the_full_table_in_one_word(
     run: Nci, beir: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("nci.systems.TABLE", ("bm25", "dense-hnsw", "bm25-okapi"))
+    monkeypatch.setattr("nci.system_checks.TABLE", ("bm25", "dense-hnsw", "bm25-okapi"))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     code, _, err = run("compare", beir, *flags, "--systems", "bm25+trainq,table", "--json", tmp_path / "r.json")
     assert (code, len(err.splitlines())) == (0, 1)

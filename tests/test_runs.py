@@ -60,12 +60,17 @@ CHANGES: dict[str, dict[str, object]] = {
 
 # the same for the rows of ablations.sh, from an index that is tuned, calibrated and regularised
 ABLATIONS: dict[str, dict[str, object]] = {
+    "base": {},
     **{row: CHANGES[row] for row in ("no-generated", "no-documents", "no-pawa", "no-semantic", "no-regularisation")},
     **{row: {f"model.{name}": value for name, value in POSITION.items()} for row in ("constrained", "unconstrained")},
     "layers-0": CHANGES["no-pawa"],
     "layers-1": {},
     **{f"layers-{layers}": {"model.adapter_layers": layers} for layers in (2, 4, 6, 8)},
     **{f"alpha-{alpha}": {"train.alpha": alpha} for alpha in (0, 0.1, 0.15, 0.2, 0.3)},
+}
+OURS: dict[str, dict[str, object]] = {
+    "nci-no-generated": CHANGES["no-generated"],
+    "nci-no-documents": CHANGES["no-documents"],
     "no-lexical": {"model.score": "dense"},
     "no-lexical-queries": {"lexical.training": False, "lexical.generated": 0},
     "no-pieces": {"embed.pieces": 0},
@@ -237,19 +242,25 @@ def test_a_table_needs_data(tmp_path: Path) -> None:
     assert f"there is no BEIR folder in {tmp_path}" in result.stderr
 
 
-@pytest.mark.parametrize("row", [*ABLATIONS])
-def test_an_ablation_changes_one_thing(row: str) -> None:
+@pytest.mark.parametrize("epochs", ["", "12"])
+@pytest.mark.parametrize("base", ["nci-pure", "nci"])
+@pytest.mark.parametrize("row", [*ABLATIONS, *OURS])
+def test_an_ablation_changes_one_thing(row: str, base: str, epochs: str) -> None:
     function = re.search(r"^system_of\(\).*?^}", SCRIPTS["ablations"], re.M | re.S)
     assert function is not None
-    asked = ["bash", "-c", f'{function[0]}\nsystem_of "$0"', row]
-    spec = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    label, name = labelled(spec)
+    asked = ["bash", "-uc", f'{function[0]}\nBASE={base} EPOCHS={epochs}\nsystem_of "$0"', row]
+    label, name = labelled(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
     start = Config.preset("default")  # as the script starts from
     start = dataclasses.replace(start, train=dataclasses.replace(start.train, alpha=0.5))
-    settings, usual = flat(config_of(start, name).to_dict()), flat(start.to_dict())
-    assert {field: value for field, value in settings.items() if value != usual[field]} == ABLATIONS[row]
+    usual = flat(config_of(start, base if row in ABLATIONS else "nci").to_dict())
+    wanted: dict[str, object] = (
+        {**ABLATIONS[row], **({"train.epochs": 12} if epochs else {})} if row in ABLATIONS else OURS[row]
+    )
+    wanted = {field: value for field, value in wanted.items() if value != usual[field]}  # nci-pure has no anchors
+    settings = flat(config_of(start, name).to_dict())
+    assert {field: value for field, value in settings.items() if value != usual[field]} == wanted
     assert label == row
-    assert row in SCRIPTS["ablations"].split("ROWS:-no-generated")[1].split("}")[0] or row == "no-generated"
+    assert row in SCRIPTS["ablations"].split("ROWS:-")[2].split("}")[0].split()
 
 
 @pytest.mark.parametrize(
@@ -409,29 +420,37 @@ def test_ablations_beside_the_papers(folders: dict[str, Path], tmp_path: Path) -
     settings = tmp_path / "tiny.yaml"
     settings.write_text(yaml.safe_dump(tiny_values(folders["encoder"], train={"epochs": 0.5})))
     queries = write_lines(tmp_path / "queries.jsonl", [{"doc_id": f"d{n}", "query": f"melody {n}"} for n in range(60)])
-    chosen = {"DATASETS": "one", "SEEDS": "2", "JOBS": "2", "PRESET": str(settings), "GENERATED": str(queries)}
-    chosen |= {"ROWS": "no-generated no-pawa layers-0 alpha-0.15 no-regularisation constrained unconstrained"}
+    chosen = {"DATASETS": "one two", "SEEDS": "2", "JOBS": "2", "PRESET": str(settings), "GENERATED": str(queries)}
+    chosen |= {"ROWS": "base no-generated no-pawa layers-0 alpha-0.15 no-regularisation constrained unconstrained"}
+    chosen |= {"BESIDE": "1", "EPOCHS": "1"}
+    shutil.copytree(data, tmp_path / "data" / "two")
     result = script("ablations", tmp_path / "data", out, **chosen)
     assert result.returncode == 0, result.stderr[-3000:]
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert {line["data"] for line in lines} == {"one", "two"}
+    lines = [line for line in lines if line["data"] == "one"]
     rows = {(line["row"], line["split"]): line for line in lines}
     main = ["nci", "nci-zeroed", "nci-pure", "bm25+qg"]
     assert set(rows) == {(row, split) for row in [*main, *chosen["ROWS"].split()] for split in ("test", "test-unseen")}
     assert len(rows) == len(lines)
     assert [rows[row, "test"]["seeds"] for row in [*main, "no-pawa", "constrained"]] == [2, 2, 2, 1, 1, 1]
     assert rows["layers-0", "test"]["system"] == rows["no-pawa", "test"]["system"]
-    assert rows["no-regularisation", "test"]["system"] == "nci"
+    assert rows["no-regularisation", "test"]["system"] == rows["base", "test"]["system"] == "nci-pure[train.epochs=1]"
     effects = (out / "effects.md").read_text()
     assert effects in result.stdout
     gains = [
-        100 * (rows["nci", split]["metrics"]["R@1"] - rows["no-pawa", split]["metrics"]["R@1"])
+        100 * (rows["base", split]["metrics"]["R@1"] - rows["no-pawa", split]["metrics"]["R@1"])
         for split in ("test", "test-unseen")
     ]
-    wrong = [f"one {split}" for split, gain in zip(("test", "test-unseen"), gains, strict=True) if gain < 0]
-    assert f"| prefix-aware weights | +2.50 | {gains[0]:+.2f} | {gains[1]:+.2f} | {', '.join(wrong)} |" in effects
+    places = [place for place in effects.splitlines()[0].split(" | ") if place.startswith(("one ", "two "))]
+    assert sorted(places) == ["one test", "one test-unseen", "two test", "two test-unseen"]
+    each = [gains[place.endswith("unseen")] for place in places]  # both have the same data
+    cells = " | ".join(f"{gain:+.2f}" for gain in each)
+    wrong = [place for place, gain in zip(places, each, strict=True) if gain < 0]
+    assert f"| prefix-aware weights | +2.50 | {cells} | {', '.join(wrong)} |" in effects
     assert "| constrained beam search | +0.21 |" in effects
     assert "| regularisation | +0.79 |" in effects
-    assert "| generative part | - |" in effects
+    assert "| our generative part | - |" in effects
     assert "semantic ids" not in effects
     made = {path.name for path in (out / "one").iterdir()}
     assert {"main.txt", "main.json", "ablations.txt", "ablations.json", "tradeoff.png", "tradeoff.svg"} <= made
