@@ -18,14 +18,14 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from nci.config import Config
     from nci.errors import NciError
-    from nci.index import Hits, Index, build, load
-    from nci.records import Document, Hit
+    from nci.index import Index, build, load
+    from nci.records import Document, Hit, Hits
 
 _WHERE = {
     "Config": "nci.config",
     "Document": "nci.records",
     "Hit": "nci.records",
-    "Hits": "nci.index",
+    "Hits": "nci.records",
     "Index": "nci.index",
     "NciError": "nci.errors",
     "build": "nci.index",

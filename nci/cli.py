@@ -22,7 +22,8 @@ from nci.figures import command as figures
 if TYPE_CHECKING:
     from jsonargparse import Namespace
 
-    from nci.index import Hits, Index
+    from nci.index import Index
+    from nci.records import Hits
 
 log = logging.getLogger("nci")
 

@@ -44,6 +44,7 @@ SUCCESS_NOTE = (
 COST_NOTES = (
     "ms per query: baselines run as their libraries do; nci bench compares encoders on equal terms.",
     "index MB: all that a system keeps; for nci with its network and texts.",
+    "scored: documents that get a score, for a query; one that several parts of a system score counts for each.",
 )
 Task = tuple[str, int]
 """A system by name, and one of its seeds."""
@@ -58,6 +59,7 @@ class Ranked:
     run: Run
     latency_ms: float
     index_bytes: int
+    scored: float  # documents, for a query
     seconds: float  # for making it, where that was missing, and searching
 
 
@@ -70,6 +72,7 @@ class Result:
         spread: Standard deviation over the seeds, where there are several.
         p_values: Of each system's R@1 against the reference: paired bootstrap over documents (queries of one document are
             drawn together), Holm-corrected for the number of systems.
+        documents_scored: For a query; a document that several parts of a system score counts for each.
         merged: How many indexes answer together in one row.
         data: Name of the data set's folder.
         per_seed: R@1 of each seed.
@@ -84,6 +87,7 @@ class Result:
     p_values: dict[str, float] = field(default_factory=dict)
     latency_ms: dict[str, float] = field(default_factory=dict)
     index_bytes: dict[str, int] = field(default_factory=dict)
+    documents_scored: dict[str, float] = field(default_factory=dict)
     seeds: dict[str, int] = field(default_factory=dict)
     merged: dict[str, int] = field(default_factory=dict)
     data: str = ""
@@ -100,14 +104,17 @@ class Result:
         """For people: the metrics, then cost and significance; `notes` explains them."""
         lines = [f"{self.data}: {self.split}, {self.queries} queries (%)", table(self.systems, columns), ""]
         width = max(map(len, self.systems), default=0)
-        lines.append(f"{'':{width}}  ms per query   index MB     seeds   R@1 +-   p of R@1 against {self.reference}")
+        lines.append(
+            f"{'':{width}}  ms per query   index MB    scored     seeds   R@1 +-   p of R@1 against {self.reference}"
+        )
         for name in self.systems:
             spread = f"{100 * self.spread[name]['R@1']:.2f}" if name in self.spread else "-"
             p = f"{self.p_values[name]:.4f}" if name in self.p_values else "-"
             megabytes = self.index_bytes[name] / 1e6
             seeds = f"{self.merged[name]} merged" if name in self.merged else f"{self.seeds[name]}"
             lines.append(
-                f"{name:{width}}  {self.latency_ms[name]:12.2f} {megabytes:10.1f} {seeds:>9} {spread:>8} {p:>8}"
+                f"{name:{width}}  {self.latency_ms[name]:12.2f} {megabytes:10.1f} "
+                f"{self.documents_scored[name]:9,.0f} {seeds:>9} {spread:>8} {p:>8}"
             )
         return "\n".join(lines)
 
@@ -251,29 +258,32 @@ def ranked(
     facts: dict[str, Any] = {}
     if facts_file.exists() and file.exists():
         facts = json.loads(facts_file.read_text(encoding="utf-8"))
-    if not facts or (timed and facts["latency_ms"] is None):
+    if "scored" not in facts or (timed and facts["latency_ms"] is None):
         label = f"{name}, seed {seed}" if kind_of(name) in INDEXES else name
-        log.info("%-12s %s: %s", "latency" if facts else "system", label, split)
+        known = "scored" in facts
+        log.info("%-12s %s: %s", "latency" if known else "system", label, split)
         started = time.perf_counter()
         searcher, size = make(bench, name, seed)
-        seconds = facts.get("seconds", 0.0)
-        if not facts:
+        seconds, scored = facts.get("seconds", 0.0), facts.get("scored", 0.0)
+        if not known:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_run(file, search_all(searcher, queries), tag=name.replace(" ", "_"))
+            run, scored = search_all(searcher, queries)
+            write_run(file, run, tag=name.replace(" ", "_"))
             seconds = round(time.perf_counter() - started, 1)
         latency = latency_ms(searcher, [query.text for query in queries]) if timed else None
-        facts = {"system": name, "latency_ms": latency, "index_bytes": size, "seconds": seconds}
+        facts = {"system": name, "latency_ms": latency, "index_bytes": size, "scored": scored, "seconds": seconds}
         staged = facts_file.with_suffix(".tmp")
         staged.write_text(json.dumps(facts), encoding="utf-8")
         os.replace(staged, facts_file)  # last: it says that the ranking beside it is whole
-    return Ranked(read_run(file), facts["latency_ms"] or 0.0, facts["index_bytes"], facts.get("seconds", 0.0))
+    return Ranked(read_run(file), facts["latency_ms"] or 0.0, facts["index_bytes"], facts["scored"], facts["seconds"])
 
 
-def search_all(searcher: Searcher, queries: Sequence[Query], depth: int = DEPTH) -> Run:
-    """{query id: {doc_id: score}} of all queries."""
+def search_all(searcher: Searcher, queries: Sequence[Query], depth: int = DEPTH) -> tuple[Run, float]:
+    """{query id: {doc_id: score}} of all queries, and how many documents were scored for one."""
     found = searcher.search([query.text for query in queries], depth)
     pairs = zip(queries, found, strict=True)
-    return {query.query_id: {hit.doc_id: hit.score for hit in hits} for query, hits in pairs}
+    run = {query.query_id: {hit.doc_id: hit.score for hit in hits} for query, hits in pairs}
+    return run, float(np.mean([hits.documents_scored for hits in found])) if found else 0.0
 
 
 def latency_ms(searcher: Searcher, texts: Sequence[str], k: int = 10) -> float:
@@ -297,6 +307,7 @@ def _add(result: Result, name: str, ranked: Sequence[Ranked], qrels: Qrels, metr
         result.spread[name] = {m: float(np.std([row[m] for row in rows], ddof=1)) for m in metrics}
     result.latency_ms[name] = ranked[0].latency_ms  # the others differ by chance alone
     result.index_bytes[name] = int(np.mean([one.index_bytes for one in ranked]))
+    result.documents_scored[name] = round(float(np.mean([one.scored for one in ranked])), 1)
     result.seeds[name] = len(rows)
     result.per_seed[name] = [row["R@1"] for row in rows]
 

@@ -23,7 +23,7 @@ from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.pack import DocumentFile
 from nci.pieces import PieceVectors
-from nci.records import Hit, Query, Run
+from nci.records import Hit, Hits, Query, Run
 from nci.runtime import check_device, quiet
 from nci.search import EdgeTable, Engine
 from nci.search.content import DocumentVectors
@@ -32,12 +32,6 @@ from nci.training_data import TrainingQueries
 from nci.trie import Trie
 
 _MOST_PENALTY = 10  # a larger power of the length leaves nothing of a score
-
-
-class Hits(list[Hit]):
-    """The hits of one query, best first; `documents_scored` says how many documents were looked at to find them."""
-
-    documents_scored: int = 0
 
 
 class Index:
@@ -177,9 +171,8 @@ class Index:
         for ranking in rankings:
             pairs = zip(ranking.scores.tolist(), ranking.documents.tolist(), strict=True)
             ranked = sorted(pairs, key=lambda pair: (-pair[0], self.doc_ids[pair[1]]))
-            hits = Hits(self._hit(rank, document, score) for rank, (score, document) in enumerate(ranked, start=1))
-            hits.documents_scored = ranking.scored
-            out.append(hits)
+            hits = (self._hit(rank, document, score) for rank, (score, document) in enumerate(ranked, start=1))
+            out.append(Hits(hits, ranking.scored))
         return out[0] if isinstance(queries, str) else out
 
     def explain(self, query: str, doc_ids: Sequence[str]) -> str:
@@ -295,9 +288,8 @@ def search_many(
     found = [index.search(list(texts), depth, **options) for index in indexes]
     out = []
     for lists in zip(*found, strict=True):
-        merged = Hits(merge_hits(lists, method=method, k=k))
-        merged.documents_scored = sum(hits.documents_scored for hits in lists)
-        out.append(merged)
+        scored = sum(hits.documents_scored for hits in lists)
+        out.append(Hits(merge_hits(lists, method=method, k=k), scored))
     return out
 
 

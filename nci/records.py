@@ -5,7 +5,7 @@ Knows nothing of files, models or trees.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,3 +51,16 @@ class Hit(NamedTuple):
     text: str = ""
     semantic_id: SemanticId = ()
     source: str = "nci"
+
+
+class Hits(list[Hit]):
+    """The hits of one query, best first.
+
+    Args:
+        hits: The hits.
+        documents_scored: How many documents were looked at to find them; one that several parts score counts for each.
+    """
+
+    def __init__(self, hits: Iterable[Hit] = (), documents_scored: int = 0) -> None:
+        super().__init__(hits)
+        self.documents_scored = documents_scored

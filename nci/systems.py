@@ -35,7 +35,7 @@ from nci.baselines.dense import Dense
 from nci.config import content_key
 from nci.names import FITTED, FOLD, INDEXES, QUERYLESS, TAKE_GENERATED, config_of, kind_of, of_fold, parts_of
 from nci.recipe import Recipe
-from nci.records import Hit
+from nci.records import Hits
 from nci.training_data import split_pairs
 
 if TYPE_CHECKING:  # both import torch; a name that was typed wrong is to be told at once
@@ -116,7 +116,7 @@ class Several(Baseline):
     def __init__(self, indexes: Sequence[Index]) -> None:
         self._indexes = indexes
 
-    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+    def _answer(self, texts: list[str], k: int) -> list[Hits]:
         from nci.index import search_many
 
         return list(search_many(self._indexes, texts, k, method="paper"))
@@ -128,7 +128,7 @@ class Unconstrained(Baseline):
     def __init__(self, index: Index) -> None:
         self._index = index
 
-    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+    def _answer(self, texts: list[str], k: int) -> list[Hits]:
         return list(self._index.search(texts, k, mode="unconstrained"))
 
 

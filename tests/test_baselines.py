@@ -274,6 +274,7 @@ def test_dense_equals_argsort(monkeypatch: pytest.MonkeyPatch, backend: str, giv
         scores = vectors @ queries[text].astype(np.float32)
         order = np.lexsort((doc_ids, -scores))[:k]
         assert [(hit.doc_id, hit.score) for hit in hits] == [(doc_ids[i], scores[i]) for i in order]
+        assert hits.documents_scored == 120
     assert searcher.search("query 0", k=k) == searcher.search(["query 0"], k=k)[0]
     assert searcher.search("query 0", k=k)[0].source == "dense"
 

@@ -68,12 +68,30 @@ def test_every_system_is_a_row(result: Result, workbench: Workbench) -> None:
     assert all(size > 0 for size in result.index_bytes.values())
 
 
+def test_how_many_documents_every_system_scores(result: Result, workbench: Workbench) -> None:
+    every, seen, scored = len(workbench.documents), len(workbench.seen), result.documents_scored
+    exact = ("dense", "nci", "nci-untrained", "nci-zeroed", "bert-bruteforce", "bert-faiss")
+    assert {name: scored[name] for name in exact} == dict.fromkeys(exact, every)
+    assert (scored["knn"], scored["nci-ensemble"]) == (seen, 2 * every)
+    assert scored["rrf:bm25+trainq+dense"] == pytest.approx(scored["bm25+trainq"] + every, abs=0.1)
+    assert scored["const:bm25+trainq"] == scored["bm25+trainq"]
+    queries = workbench.dataset.split("test")[0]
+    words = [set(query.text.lower().split()) for query in queries]
+    texts = [set(document.content.lower().split()) for document in workbench.documents]
+    shared = sum(bool(asked & text) for asked in words for text in texts) / len(words)
+    assert 0 < shared <= scored["bm25"] <= every, "those with a word of the query"
+    assert 0 < scored["dense-hnsw"] <= 2 * every
+    lines = [line.split() for line in result.text().splitlines() if line.startswith("knn ")]
+    assert lines[1][3] == f"{seen:,}"
+
+
 def test_a_row_is_what_the_system_finds(result: Result, workbench: Workbench) -> None:
     queries, qrels = workbench.dataset.split("test")
     for name in ("bm25", "bm25+trainq", "dense"):
-        run = search_all(make(workbench, name)[0], queries)
+        run, scored = search_all(make(workbench, name)[0], queries)
+        assert result.documents_scored[name] == pytest.approx(scored, abs=0.05)
         assert result.systems[name] == pytest.approx(evaluate(run, qrels, list(result.systems[name])), abs=1e-9)
-    first, second = (search_all(make(workbench, "nci", seed)[0], queries) for seed in range(2))
+    first, second = (search_all(make(workbench, "nci", seed)[0], queries)[0] for seed in range(2))
     wanted = [evaluate(run, qrels, ["R@1", "RR@100"]) for run in (first, second)]
     assert first != second, "each seed has a tree of its own"
     for metric in ("R@1", "RR@100"):
@@ -172,7 +190,7 @@ def test_what_the_columns_mean_is_said(result: Result) -> None:
     assert result.as_json()["test"] == test
     assert f"p: {test}." in result.notes()
     (row,) = [line for line in result.text().splitlines() if line.startswith("nci-ensemble ") and "merged" in line]
-    assert row.split()[3:5] == ["2", "merged"]
+    assert row.split()[4:6] == ["2", "merged"]
     assert result.merged == {"nci-ensemble": 2}
     assert result.text().startswith("data: test, 12 queries")
 
@@ -220,9 +238,9 @@ def test_paired_values_are_means_over_seeds(result: Result, workbench: Workbench
     from nci.significance import document_groups, holm, paired_bootstrap
 
     queries, qrels = workbench.dataset.split("test")
-    values = [per_query(search_all(make(workbench, "nci", s)[0], queries), qrels, "R@1") for s in range(2)]
+    values = [per_query(search_all(make(workbench, "nci", s)[0], queries)[0], qrels, "R@1") for s in range(2)]
     mean = {query_id: (values[0][query_id] + values[1][query_id]) / 2 for query_id in values[0]}
-    dense = per_query(search_all(make(workbench, "dense")[0], queries), qrels, "R@1")
+    dense = per_query(search_all(make(workbench, "dense")[0], queries)[0], qrels, "R@1")
     plain = paired_bootstrap(mean, dense, groups=document_groups(qrels)).p_value
     assert plain <= result.p_values["dense"] <= 1
     assert holm({"dense": plain}) == {"dense": plain}
@@ -304,4 +322,4 @@ def test_latency_is_of_one_query_at_a_time() -> None:
     assert latency_ms(Slow(), ["a", "b"]) >= 0  # type: ignore[arg-type]
     assert asked == ["a", "a", "b"]
     assert latency_ms(Slow(), []) == 0  # type: ignore[arg-type]
-    assert search_all(Slow(), []) == {}  # type: ignore[arg-type]
+    assert search_all(Slow(), []) == ({}, 0.0)  # type: ignore[arg-type]

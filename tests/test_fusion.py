@@ -16,7 +16,7 @@ from nci.baselines import Searcher
 from nci.baselines.fusion import FusionSettings, RankFusion, ScoreFusion, fit
 from nci.errors import ConfigError, DataError, IndexNotFoundError
 from nci.fuse import reciprocal_rank
-from nci.records import Hit
+from nci.records import Hit, Hits
 
 Example = tuple[np.ndarray, np.ndarray, np.ndarray]
 RESULTS = {
@@ -36,10 +36,11 @@ class Fixed:
         if isinstance(queries, str):
             return self.search([queries], k)[0]
         self.asked.append(k)
-        return [
-            [Hit(i, d, s, f"title {d}", source=self.name) for i, (d, s) in enumerate(self.results[q][:k], 1)]
-            for q in queries
-        ]
+        found = []
+        for query in queries:
+            best = enumerate(self.results[query][:k], 1)
+            found.append(Hits((Hit(i, d, s, f"title {d}", source=self.name) for i, (d, s) in best), len(self.name) + 3))
+        return found
 
 
 def searchers() -> dict[str, Searcher]:
@@ -54,6 +55,7 @@ def test_rank_fusion_equals_reciprocal_rank() -> None:
         assert [(hit.doc_id, hit.score) for hit in hits] == expected
         assert [hit.rank for hit in hits] == list(range(1, len(hits) + 1))
     assert found[0][0] == Hit(1, "z", 1 / 63 + 1 / 61, "title z", source="rrf:A+B")
+    assert [hits.documents_scored for hits in found] == [8, 8, 8], "four by each"
     assert fusion.search("q", k=2) == found[0][:2]
     assert fusion.search([]) == []
     assert RankFusion(searchers(), name="mine").search("q", k=1)[0].source == "mine"

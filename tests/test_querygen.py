@@ -32,7 +32,7 @@ from nci.querygen import (
     source_pairs,
     write_generated,
 )
-from nci.records import Document, Hit
+from nci.records import Document, Hit, Hits
 from nci.seq2seq import FineTuneConfig, HuggingFaceGenerator, Sampling
 
 models: Any = transformers  # its own types are incomplete
@@ -409,7 +409,7 @@ class Fixed(Baseline):
         self.answers = answers
         self.asked: list[str] = []
 
-    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+    def _answer(self, texts: list[str], k: int) -> list[Hits]:
         self.asked += texts
         return [[Hit(i, d, -float(i)) for i, d in enumerate(self.answers.get(q, [])[:k], 1)] for q in texts]
 

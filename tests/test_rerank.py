@@ -17,7 +17,7 @@ from nci.baselines import Searcher
 from nci.baselines.bm25 import BM25
 from nci.baselines.rerank import CrossEncoder, Rerank, RerankSettings
 from nci.errors import ConfigError, DataError, IndexNotFoundError, MissingModelError
-from nci.records import Document, Hit
+from nci.records import Document, Hit, Hits
 from nci.runtime import quiet
 
 TINY = RerankSettings(max_length=48, precision="fp32", batch_size=8, negatives=3, lr=3e-3, epochs=40, depth=12)
@@ -48,7 +48,7 @@ class Fixed:
 
     def search(self, queries: Any, k: int = 10) -> Any:
         self.asked.append(k)
-        hits = [Hit(rank, doc_id, -float(rank)) for rank, doc_id in enumerate(self.doc_ids[:k], 1)]
+        hits = Hits((Hit(rank, doc_id, -float(rank)) for rank, doc_id in enumerate(self.doc_ids[:k], 1)), 50)
         return hits if isinstance(queries, str) else [hits for _ in queries]
 
 
@@ -130,6 +130,7 @@ def test_hits_are_ordered_by_the_model_and_the_rest_keep_their_places() -> None:
     assert found[3].score > found[4].score > found[5].score
     assert {hit.source for hit in found} == {"rerank:fixed"}
     assert found[0].title == "t"
+    assert found.documents_scored == 54, "50 by the other system, and four were read"
     assert model.read == [("q", "t\n" + "x" * lengths[doc_id]) for doc_id in ("a", "c", "f", "b")]
     assert rerank.search("q", k=2) == found[:2]
     assert rerank.search(["q", "r"], k=5) == [found[:5], found[:5]]

@@ -222,7 +222,9 @@ def test_a_comparison_with_everything(ok: Ok, beir: Path, tmp_path: Path, encode
     files = ["--json", tmp_path / "r.json", "--append", tmp_path / "all.jsonl", "--tradeoff", tmp_path / "t.png"]
     systems = f"bm25,few=nci[tree.k=3,tree.c=3],none=nci-zeroed[tree.k=3,tree.c=3],knn,free=nci-unconstrained[{FREE}]"
     out = ok("compare", beir, "--systems", systems, "--split", "test,dev", *flags, *files)
-    assert sum(line.startswith("few ") for line in out.splitlines()) == 5, "two lines for each split, one for their mean"
+    assert sum(line.startswith("few ") for line in out.splitlines()) == 5, (
+        "two lines for each split, one for their mean"
+    )
     found = json.loads((tmp_path / "r.json").read_text())
     rows = ["bm25", "few", "none", "knn", "free"]
     assert list(found["systems"]) == list(found["rows"]) == rows

@@ -15,16 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from nci.errors import ConfigError, DataError
-from nci.records import Document, Hit
+from nci.records import Document, Hit, Hits
 
 
 class Searcher(Protocol):
     """Whatever answers queries: the index itself, or a baseline."""
 
     @overload
-    def search(self, queries: str, k: int = 10) -> list[Hit]: ...
+    def search(self, queries: str, k: int = 10) -> Hits: ...
     @overload
-    def search(self, queries: list[str], k: int = 10) -> list[list[Hit]]: ...
+    def search(self, queries: list[str], k: int = 10) -> list[Hits]: ...
 
 
 class Baseline(ABC):
@@ -33,20 +33,20 @@ class Baseline(ABC):
     queries_at_once = 256
 
     @overload
-    def search(self, queries: str, k: int = 10) -> list[Hit]: ...
+    def search(self, queries: str, k: int = 10) -> Hits: ...
     @overload
-    def search(self, queries: list[str], k: int = 10) -> list[list[Hit]]: ...
-    def search(self, queries: str | list[str], k: int = 10) -> list[Hit] | list[list[Hit]]:
+    def search(self, queries: list[str], k: int = 10) -> list[Hits]: ...
+    def search(self, queries: str | list[str], k: int = 10) -> Hits | list[Hits]:
         """The best k documents for one query, or for each of a list of queries; fewer where fewer are found."""
         check_k(k)
         asked = [queries] if isinstance(queries, str) else list(queries)
-        found: list[list[Hit]] = []
+        found: list[Hits] = []
         for start in range(0, len(asked), self.queries_at_once):
             found += self._answer(asked[start : start + self.queries_at_once], k)
         return found[0] if isinstance(queries, str) else found
 
     @abstractmethod
-    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+    def _answer(self, texts: list[str], k: int) -> list[Hits]:
         """The best k documents of each text."""
 
     def finds(self, pairs: Sequence[tuple[str, str]], k: int) -> npt.NDArray[np.bool_]:
@@ -81,24 +81,29 @@ class Shelf:
     def __len__(self) -> int:
         return len(self.documents)
 
-    def hits(self, rows: npt.NDArray[Any], scores: npt.NDArray[np.float32], k: int) -> list[Hit]:
+    def hits(
+        self, rows: npt.NDArray[Any], scores: npt.NDArray[np.float32], k: int, *, scored: int | None = None
+    ) -> Hits:
         """The best k of some rows with their scores, ties in the order of doc_ids.
 
         Args:
             rows: Numbers of documents, in any order.
             scores: Their scores.
             k: How many hits; fewer come back where there are fewer rows.
+            scored: How many documents were scored, where these rows are not all of them.
         """
+        scored = len(rows) if scored is None else scored
         if k < len(rows):
             threshold = np.partition(scores, len(scores) - k)[len(scores) - k]
             candidates = scores >= threshold  # everything tied with the last place is still in
             rows, scores = rows[candidates], scores[candidates]
         order = np.lexsort((self._position[rows], -scores))[:k]
         found = [(float(scores[i]), self.documents[rows[i]]) for i in order]
-        return [
+        hits = (
             Hit(rank, document.doc_id, score, document.title, document.text, source=self.source)
             for rank, (score, document) in enumerate(found, 1)
-        ]
+        )
+        return Hits(hits, scored)
 
     def among_best(self, scores: npt.NDArray[np.float32], doc_ids: Sequence[str], k: int) -> npt.NDArray[np.bool_]:
         """Whether each doc_id is among the best k of its row of scores (queries, documents), -inf being no hit."""

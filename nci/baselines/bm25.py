@@ -15,7 +15,7 @@ import numpy.typing as npt
 from nci.baselines import Baseline, Shelf
 from nci.baselines.okapi import okapi_scores
 from nci.lexical import LexicalScores
-from nci.records import Document, Hit
+from nci.records import Document, Hits
 
 Extra = Mapping[str, Sequence[str]]
 """Queries known to ask for a document, by doc_id: training queries or generated ones."""
@@ -74,7 +74,7 @@ class BM25(Baseline):
         """Size of the postings in memory."""
         return sum(array.nbytes for array in self._lexical.postings)
 
-    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+    def _answer(self, texts: list[str], k: int) -> list[Hits]:
         return [self._search_one(text, k) for text in texts]
 
     def _finds(self, texts: list[str], doc_ids: list[str], k: int) -> npt.NDArray[np.bool_]:
@@ -82,7 +82,7 @@ class BM25(Baseline):
         scores[scores == 0] = -np.inf
         return self._shelf.among_best(scores, doc_ids, k)
 
-    def _search_one(self, query: str, k: int) -> list[Hit]:
+    def _search_one(self, query: str, k: int) -> Hits:
         scores = self._lexical.scores([query])[0]  # (documents,)
         rows = np.flatnonzero(scores)
         return self._shelf.hits(rows, scores[rows], k)

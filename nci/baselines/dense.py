@@ -17,7 +17,7 @@ import numpy.typing as npt
 from nci.baselines import Baseline, Shelf
 from nci.baselines.settings import DenseSettings, check_similarity
 from nci.errors import DataError, MissingPackageError
-from nci.records import Document, Hit
+from nci.records import Document, Hits
 
 if TYPE_CHECKING:
     from nci.encoders import TextEncoder
@@ -129,9 +129,15 @@ class Dense(Baseline):
         """Size of the vectors in memory."""
         return self._vectors.nbytes
 
-    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+    def _answer(self, texts: list[str], k: int) -> list[Hits]:
         vectors = self._ready(self._encoder.encode(texts, batch_size=self._batch_size))
-        return [self._shelf.hits(rows, scores, k) for rows, scores in self._nearest(vectors, k)]
+        found = list(self._nearest(vectors, k))
+        scored = self._compared(len(texts))
+        return [self._shelf.hits(rows, scores, k, scored=scored) for rows, scores in found]
+
+    def _compared(self, queries: int) -> int:
+        """With how many documents each of the last so many queries was compared."""
+        return len(self._shelf)
 
     def _finds(self, texts: list[str], doc_ids: list[str], k: int) -> npt.NDArray[np.bool_]:
         queries = self._ready(self._encoder.encode(texts, batch_size=self._batch_size))

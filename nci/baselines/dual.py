@@ -24,7 +24,7 @@ from nci.contrastive import embed_all, train_encoder, weights_digest
 from nci.contrastive_data import Pairs, Rows, tokenize_queries
 from nci.encoders import ForeignEncoder, TextEncoder
 from nci.errors import ConfigError, DataError, IndexCorruptError, IndexNotFoundError
-from nci.records import Document, Hit
+from nci.records import Document, Hits
 from nci.runtime import check_device, quiet
 
 FORMAT = 1
@@ -112,7 +112,7 @@ class DualEncoder(Baseline):
         encoder = TextEncoder.load(folder / "encoder", max_length=settings.max_length, device=device)
         return cls(documents, encoder, torch.from_numpy(vectors).to(device).float(), starts, settings)
 
-    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+    def _answer(self, texts: list[str], k: int) -> list[Hits]:
         vectors = embed_all(self.encoder, tokenize_queries(texts, self.encoder, self.settings), self.settings)
         scores = (vectors @ self._vectors.T).cpu().numpy()  # (queries, passages)
         best = np.maximum.reduceat(scores, self._starts[:-1], axis=1)  # (queries, documents)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from nci.baselines import Baseline, Searcher, folder
 from nci.errors import ConfigError, DataError
 from nci.fuse import merge_hits
-from nci.records import Hit
+from nci.records import Hit, Hits
 
 log = logging.getLogger("nci")
 
@@ -40,9 +40,13 @@ class _Fusion(Baseline):
         self._searchers = dict(searchers)
         self._depth = depth
 
-    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+    def _answer(self, texts: list[str], k: int) -> list[Hits]:
         lists = ask(self._searchers, texts, max(k, self._depth))
-        return [self._fused([lists[each][i] for each in lists], k) for i in range(len(texts))]
+        found = []
+        for i in range(len(texts)):
+            own = [lists[each][i] for each in lists]
+            found.append(Hits(self._fused(own, k), sum(hits.documents_scored for hits in own)))
+        return found
 
     @abstractmethod
     def _fused(self, hit_lists: Sequence[Sequence[Hit]], k: int) -> list[Hit]:
@@ -185,7 +189,7 @@ class ScoreFusion(_Fusion):
         ]
 
 
-def ask(searchers: Mapping[str, Searcher], queries: list[str], depth: int) -> dict[str, list[list[Hit]]]:
+def ask(searchers: Mapping[str, Searcher], queries: list[str], depth: int) -> dict[str, list[Hits]]:
     """The best hits of every system for every query."""
     return {name: searcher.search(queries, k=depth) for name, searcher in searchers.items()}
 

@@ -18,7 +18,7 @@ from nci.baselines import Baseline, Shelf, folder
 from nci.baselines.dense import Encoder, QueryEncoder, unit
 from nci.baselines.settings import DenseSettings, KnnSettings
 from nci.errors import DataError, IndexCorruptError
-from nci.records import Document, Hit
+from nci.records import Document, Hits
 
 
 class Knn(Baseline):
@@ -100,7 +100,7 @@ class Knn(Baseline):
         """Size of the training queries' vectors in memory."""
         return self._vectors.nbytes
 
-    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+    def _answer(self, texts: list[str], k: int) -> list[Hits]:
         vectors = self._encoder.encode(texts, batch_size=self._settings.batch_size)
         scores = self._scores(unit(np.ascontiguousarray(vectors, np.float32)))
         return [self._shelf.hits(self._rows, row, k) for row in scores]

@@ -25,7 +25,7 @@ from nci.baselines.settings import RerankSettings
 from nci.encoders import fetch_encoder, read_settings
 from nci.errors import ConfigError, DataError, MissingModelError
 from nci.progress import hide_bars
-from nci.records import Document, Hit
+from nci.records import Document, Hit, Hits
 from nci.runtime import quiet, uses_bf16
 
 _TOGETHER = 64  # queries whose pairs share batches
@@ -187,10 +187,10 @@ class Rerank(Baseline):
         """Size of the model; what the searcher beneath keeps is not in it."""
         return sum(weight.nbytes for weight in self.model.model.parameters())
 
-    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+    def _answer(self, texts: list[str], k: int) -> list[Hits]:
         depth = self._settings.depth
         hits = self._base.search(texts, k=max(k, depth))
-        found: list[list[Hit]] = []
+        found: list[Hits] = []
         for start in range(0, len(texts), _TOGETHER):
             queries = texts[start : start + _TOGETHER]
             rows = [
@@ -200,7 +200,10 @@ class Rerank(Baseline):
             pairs = [(query, text) for query, own in zip(queries, contents, strict=True) for text in own]
             scores = self.model.score(pairs, batch_size=self._settings.score_batch)
             ends = np.cumsum([len(own) for own in contents])
-            found += [self._merged(*each, k) for each in zip(rows, np.split(scores, ends[:-1]), strict=True)]
+            merged = (self._merged(*each, k) for each in zip(rows, np.split(scores, ends[:-1]), strict=True))
+            before = (own.documents_scored for own in hits[start : start + _TOGETHER])
+            read = map(len, contents)
+            found += [Hits(new, old + more) for new, old, more in zip(merged, before, read, strict=True)]
         return found
 
     def _merged(self, rows: npt.NDArray[np.int64], scores: npt.NDArray[np.float32], k: int) -> list[Hit]:

@@ -29,7 +29,7 @@ from nci.baselines.settings import SealSettings
 from nci.encoders import fetch_encoder, read_settings
 from nci.errors import DataError, MissingModelError
 from nci.progress import hide_bars
-from nci.records import Document, Hit
+from nci.records import Document, Hits
 from nci.runtime import quiet
 
 MARK = "|"
@@ -130,7 +130,7 @@ class Seal(Baseline):
         generator = Generator.load(path / "model", device=device)
         return cls(documents, generator, generator.encoder.tokenizer, settings=settings, index=index)
 
-    def _answer(self, texts: list[str], k: int) -> list[list[Hit]]:
+    def _answer(self, texts: list[str], k: int) -> list[Hits]:
         found = []
         for ngrams in self.ngrams(texts):
             rows, scores = score_documents(

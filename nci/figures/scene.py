@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from nci.assembly import load_embedder
 from nci.corpus import Dataset, read_queries
 from nci.errors import ConfigError, DataError, NciError
-from nci.index import Hits, Index, load
-from nci.records import Qrels, Query
+from nci.index import Index, load
+from nci.records import Hits, Qrels, Query
 
 FOUND = 50  # documents retrieved per query of a group
 _MOST = 2000  # queries that are compared with each other
