@@ -77,6 +77,7 @@ class Result:
         data: Name of the data set's folder.
         per_seed: R@1 of each seed.
         judged: R@1 of every query, the mean over a system's seeds: what the p-values are made from.
+        qrels: What every query asks for.
     """
 
     split: str
@@ -93,6 +94,7 @@ class Result:
     data: str = ""
     per_seed: dict[str, list[float]] = field(default_factory=dict)
     judged: significance.Judged | None = field(default=None, repr=False)
+    qrels: Qrels = field(default_factory=dict, repr=False)
 
     @property
     def test(self) -> str:
@@ -154,8 +156,8 @@ class Result:
         )
 
     def as_json(self) -> dict[str, Any]:
-        shown = asdict(replace(self, judged=None))
-        del shown["judged"]  # a number for every query
+        shown = asdict(replace(self, judged=None, qrels={}))
+        del shown["judged"], shown["qrels"]  # something for every query
         return {**shown, "test": self.test, "note": SUCCESS_NOTE}
 
 
@@ -181,7 +183,7 @@ def compare(
     rows = check_names(bench, systems)
     queries, qrels = judged(bench, split)
     reference = next((row for row, name in rows.items() if name.startswith("nci")), next(iter(rows)))
-    result = Result(split, len(queries), reference, data=bench.dataset.folder.resolve().name)
+    result = Result(split, len(queries), reference, data=bench.dataset.folder.resolve().name, qrels=qrels)
     values: dict[str, dict[str, float]] = {}
     for row, name in rows.items():
         tasks = [(name, seed) for seed in range(seeds_of(bench, name))]

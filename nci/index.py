@@ -44,7 +44,7 @@ class Index:
         self.manifest = store.read_manifest(self.generation)
         store.check(self.generation, self.manifest, paranoid=paranoid)
         try:
-            self.config = Config.from_dict(self.manifest["config"])
+            self.config = self._settings()
             self.documents = DocumentFile(self.generation)
             self.doc_ids = self.documents.doc_ids()
             self._offsets = self.documents.offsets()
@@ -61,6 +61,14 @@ class Index:
             raise IndexCorruptError(
                 f"{self.generation} holds {len(self.doc_ids)} ids for {self.trie.documents} leaves; build the index again"
             )
+
+    def _settings(self) -> Config:
+        try:
+            return Config.from_dict(self.manifest["config"])
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self.generation} is of another version of nci: {error}; build the index again"
+            ) from error
 
     def _engine(self, device: str) -> Engine:
         from transformers import AutoTokenizer

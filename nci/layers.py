@@ -17,6 +17,11 @@ from torch import Tensor, nn
 _FEW = 64  # positions, for which a smaller tile is faster
 
 
+def _by_mask(x: Tensor) -> bool:
+    """Whether a mask makes PyTorch take the kernel with small tiles: the other one computes 128 positions for a handful."""
+    return x.is_cuda and x.shape[1] <= _FEW
+
+
 def is_mixed(x: Tensor) -> bool:
     """Whether layers convert what they read, where `x` is."""
     kind = x.device.type
@@ -70,8 +75,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, memory: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool = False) -> Tensor:
         """All rows of `x` (batch, n, d) look at one memory; `mask` is true where a key may be seen."""
         q = self.split(self.query(x))
-        if causal and x.is_cuda and x.shape[1] <= _FEW:
-            # by a mask PyTorch takes the kernel with small tiles: the other one computes 128 positions for a handful
+        if causal and _by_mask(x):
+            assert mask is None
             mask, causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril(), False
         mixed = F.scaled_dot_product_attention(q, *memory, attn_mask=mask, is_causal=causal)
         return self.out(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]

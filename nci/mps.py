@@ -1,7 +1,7 @@
 """Several processes on one GPU: NVIDIA's multi-process service, for as long as they run, where it is installed.
 
 Without it they take turns on the chip: four that train beside each other are then about as fast as one after the other.
-Knows nothing of what they do.
+`python -m nci.mps COMMAND...` runs a command inside. Knows nothing of what the processes do.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 CONTROL = "nvidia-cuda-mps-control"
@@ -95,3 +96,17 @@ def _end(service: subprocess.Popen[bytes], control: str, environment: dict[str, 
     except subprocess.TimeoutExpired:
         service.kill()
         service.wait()
+
+
+def run_inside(command: Sequence[str]) -> int:
+    """Run a command whose processes share the GPU, and give its exit code; a signal to this one reaches all of them."""
+    with shared_gpu(True):
+        child = subprocess.Popen(command, start_new_session=True, preexec_fn=lambda: end_with_parent(signal.SIGTERM))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda received, _: os.killpg(child.pid, received))
+        code = child.wait()
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(run_inside(sys.argv[1:]))

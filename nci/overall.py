@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from nci.compare import Result
-from nci.significance import Comparison, compare_means
+from nci.significance import Comparison, Judged, compare_means, document_groups
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Overall:
         reference: The system that the others are tested against.
         systems: The figure of each.
         spread: Standard deviation over the seeds, where there are several.
-        tests: How much the reference exceeds each other system: paired bootstrap over the documents of each split.
+        tests: How much the reference exceeds each other system: paired bootstrap over documents.
     """
 
     data: str
@@ -68,5 +68,18 @@ def overall(results: Sequence[Result]) -> Overall:
         first.reference,
         systems,
         {name: float(np.std(values, ddof=1)) for name, values in per_seed.items() if len(values) > 1},
-        compare_means([one.judged for one in results if one.judged]),
+        compare_means(_judged(results)),
     )
+
+
+def _judged(results: Sequence[Result]) -> list[Judged]:
+    """The tables' values, with one group for a document that is asked for in several splits."""
+    together = {
+        f"{number} {query}": judged for number, one in enumerate(results) for query, judged in one.qrels.items()
+    }
+    groups = document_groups(together)
+    return [
+        one.judged._replace(groups={query: groups[f"{number} {query}"] for query in one.qrels})
+        for number, one in enumerate(results)
+        if one.judged
+    ]

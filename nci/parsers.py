@@ -186,12 +186,15 @@ def compare(argv: Sequence[str]) -> ArgumentParser:
         "rrf:A+B (by ranks), sum:A+B (by scores), const:A (one constant for documents without training queries), rerank:A; "
         "weights and constants are fitted on dev and on queries withheld from systems made for this alone. table stands for "
         "the full table. An index may have other settings, and a row a name: "
-        "no-pawa=nci[model.head=tied,model.adapter_layers=0]; nci-unconstrained[...] is searched without its tree. dense and "
+        "no-pawa=nci[model.head=tied,model.adapter_layers=0]; nci-unconstrained[...] and "
+        "nci-pure-unconstrained[...] are searched without their tree. dense and "
         "dense-hnsw search the index's own vectors; with any --dense flag, vectors of their own."
     )
     parser.add_argument("data", metavar="DATA", help="A BEIR folder.")
     parser.add_argument(
-        "--split", default="test", help="Which qrels file: qrels/SPLIT.tsv; several separated by commas."
+        "--split",
+        default="test",
+        help="Which qrels file: qrels/SPLIT.tsv; several separated by commas.",
     )
     parser.add_argument(
         "--systems", default="bm25,bm25+trainq,dense,rrf:bm25+dense,nci", help="Which, separated by commas."

@@ -98,7 +98,7 @@ def randomisation_test(
         samples: How many ways to swap are tried.
         seed: Same seed, same result.
     """
-    sums, _ = _sums(a, b, groups, samples)
+    sums, _, _ = _sums(a, b, groups, samples)
     sums = sums[sums != 0]  # to swap equal values changes nothing
     if not len(sums):
         return 1.0
@@ -149,34 +149,52 @@ def compare_means(
 ) -> dict[str, Comparison]:
     """The same for the mean over several sets of queries, each of which counts the same however many queries it has.
 
-    Groups are drawn within their set: a document that is asked for in two sets counts as two.
+    A group that has queries in several sets is drawn for all of them at once.
     """
     names = list(sets[0].others)
     if not names:
         return {}
-    means, differences = np.zeros((samples, len(names))), np.zeros(len(names))
-    for number, judged in enumerate(sets):
-        pairs = [_sums(judged.system, judged.others[name], judged.groups, samples) for name in names]
-        sums, sizes = np.stack([sums for sums, _ in pairs], axis=1), pairs[0][1]  # (groups, others), (groups,)
-        means += _drawn_means(sums, sizes, samples=samples, seed=seed + number) / len(sets)
-        differences += sums.sum(axis=0) / sizes.sum() / len(sets)
+    sums, sizes = _tables(sets, names, samples)
+    means = _drawn_means(sums, sizes, samples=samples, seed=seed)
+    differences = (sums.sum(axis=1) / sizes.sum(axis=1)[:, None]).mean(axis=0)
     found = _comparisons(means, differences, confidence)
     corrected = holm({name: each.p_value for name, each in zip(names, found, strict=True)})
     return {name: replace(each, corrected=corrected[name]) for name, each in zip(names, found, strict=True)}
 
 
+def _tables(
+    sets: Sequence[Judged], names: Sequence[str], samples: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Sums of differences (sets, groups, systems) and numbers of queries (sets, groups); the groups are those of all sets."""
+    found = [[_sums(one.system, one.others[name], one.groups, samples) for name in names] for one in sets]
+    # without groups a query is one of its own, also where another set has one with its id
+    labels = [
+        [name if one.groups else f"{number} {name}" for name in pairs[0][2]]
+        for number, (one, pairs) in enumerate(zip(sets, found, strict=True))
+    ]
+    rows = {label: row for row, label in enumerate(dict.fromkeys(label for each in labels for label in each))}
+    sums, sizes = np.zeros((len(sets), len(rows), len(names))), np.zeros((len(sets), len(rows)))
+    for number, pairs in enumerate(found):
+        place = [rows[label] for label in labels[number]]
+        sums[number, place] = np.stack([each[0] for each in pairs], axis=1)
+        sizes[number, place] = pairs[0][1]
+    return sums, sizes
+
+
 def _drawn_means(
     sums: npt.NDArray[np.float64], sizes: npt.NDArray[np.float64], *, samples: int, seed: int
 ) -> npt.NDArray[np.float64]:
-    """Mean differences (samples, systems) of groups drawn together, from sums (groups, systems) and sizes (groups,)."""
+    """Mean differences (samples, systems) of groups drawn with replacement, from what `_tables` gives."""
     rng = np.random.default_rng(seed)
-    count = len(sums)
-    means = np.empty((samples, sums.shape[1]))
+    count = sums.shape[1]
+    means = np.zeros((samples, sums.shape[2]))
     for start, end in _blocks(samples, count):
         rows = end - start
         drawn = rng.integers(count, size=(rows, count)) + count * np.arange(rows)[:, None]  # (samples, groups)
         times = np.bincount(drawn.ravel(), minlength=rows * count).reshape(rows, count).astype(np.float64)
-        means[start:end] = times @ sums / (times @ sizes)[:, None]
+        for own, number in zip(sums, sizes, strict=True):
+            # a draw without any query of a set says nothing of it
+            means[start:end] += times @ own / np.maximum(times @ number, 1)[:, None] / len(sums)
     return means
 
 
@@ -197,8 +215,8 @@ def _comparisons(
 
 def _sums(
     a: Values, b: Values, groups: Mapping[str, str] | None, samples: int
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Per group the sum of the differences and the number of queries."""
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], list[str]]:
+    """Per group the sum of the differences and the number of queries, and its name."""
     if a.keys() != b.keys() or not a:
         raise DataError("a comparison needs both systems on the same queries: evaluate both with the same qrels")
     if samples < 1:
@@ -210,7 +228,7 @@ def _sums(
     rows = {name: row for row, name in enumerate(dict.fromkeys(names.values()))}
     place = np.array([rows[names[query_id]] for query_id in a])
     differences = np.array([a[query_id] - b[query_id] for query_id in a], np.float64)
-    return np.bincount(place, differences).astype(np.float64), np.bincount(place).astype(np.float64)
+    return np.bincount(place, differences).astype(np.float64), np.bincount(place).astype(np.float64), list(rows)
 
 
 def _blocks(samples: int, groups: int) -> list[tuple[int, int]]:

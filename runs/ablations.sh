@@ -7,7 +7,7 @@
 #   QUICK=1 runs/ablations.sh DATA_ROOT OUT                                few rows, one seed, the preset fast
 #
 # OUT/results.jsonl gets a line for every finished row, OUT/effects.md what each part is worth beside what the paper says,
-# OUT/NAME the tables of both calls of `nci compare` and all that was built. The same command takes up a killed run.
+# OUT/NAME the tables of its calls of `nci compare` (main, paper, ours) and all that was built. The same command takes up a killed run.
 # The paper's rows change the paper's model, nci-pure, which has no anchors; with BASE=nci the index that has them.
 # Ours change the index.
 set -euo pipefail
@@ -52,7 +52,7 @@ system_of() { # ROW
     unconstrained) echo "$1=$BASE-unconstrained[$free$more]" ;;
     layers-[1-8]) echo "$1=$BASE[model.adapter_layers=${1#*-}$more]" ;;
     alpha-0 | alpha-0.[0-9]*) echo "$1=$BASE[train.alpha=${1#*-}$more]" ;;
-    nci-no-generated) echo "$1=nci-noqg" ;;
+    nci-no-generated) echo "$1=nci[pairs.generated=0]" ;;
     nci-no-documents) echo "$1=nci[pairs.span_share=0]" ;;
     no-lexical) echo "$1=nci[model.score=dense]" ;;
     no-lexical-queries) echo "$1=nci[lexical.training=false,lexical.generated=0]" ;;
@@ -90,10 +90,15 @@ from pathlib import Path
 
 folder = Path(sys.argv[1])
 paper = {words[0]: float(words[1]) for line in sys.argv[2].split("\n") if len(words := line.split()) == 5}
+systems = {}  # (data, row) -> the system that it stood for in the last calls: BASE and EPOCHS may have been others before
+for file in sorted(folder.glob("*/*.json"), key=lambda file: file.stat().st_mtime):
+    found = json.loads(file.read_text(encoding="utf-8"))
+    systems |= {(found["data"], row): system for row, system in found["rows"].items()}
 here = {}  # (data, split) -> row -> R@1; the last line of a row counts
 for line in (folder / "results.jsonl").read_text(encoding="utf-8").splitlines():
     found = json.loads(line)
-    here.setdefault((found["data"], found["split"]), {})[found["row"]] = 100 * found["metrics"]["R@1"]
+    if systems.get((found["data"], found["row"])) == found["system"]:
+        here.setdefault((found["data"], found["split"]), {})[found["row"]] = 100 * found["metrics"]["R@1"]
 # part: with and without it here, with and without it in the paper
 parts = {
     "generated queries": ("base", "no-generated", "base", "no-generated"),
@@ -132,36 +137,41 @@ END
 [[ $# == 2 && -d $1 ]] || die 2 "give the folder of the data sets and a folder for the results: ${0##*/} DATA_ROOT OUT"
 "$PYTHON" -c 'import nci, jsonargparse' 2>/dev/null ||
   die 1 "$PYTHON cannot import nci and jsonargparse; name one that can: PYTHON=venv/bin/python ${0##*/} DATA_ROOT OUT"
-root=$1 out=$2 systems=nci failed=0
-for row in $ROWS; do systems+=,$(system_of "$row"); done
+root=$1 out=$2 failed=0 paper='' ours=''
+for row in $ROWS; do
+  system=$(system_of "$row")
+  case $row in
+    base) ;;
+    nci-* | no-lexical* | no-pieces | no-tuning | no-calibration) ours+=,$system ;;
+    *) paper+=,$system ;;
+  esac
+done
 for name in $DATASETS; do
   [[ -e $root/$name/corpus.jsonl ]] || die 1 "there is no BEIR folder $root/$name: corpus.jsonl, queries.jsonl and qrels/test.tsv were expected"
 done
-# Both calls must make, and share, generated queries: bm25+qg asks for them.
+# All calls must make, and share, generated queries: bm25+qg asks for them. The first index of a call is what its p-values are against.
 asking=bm25+qg
 [[ $GENERATED == none ]] && asking=bm25
-both() { # NAME
+tables() { # NAME
   local failed=0
   mkdir -p "$out/$1"
   compare "$1" main "${MAIN// /,},$asking" || failed=1
-  compare "$1" ablations "$systems,$asking" --variant-seeds 1 || failed=1
+  [[ -z $ours ]] || compare "$1" ours "nci$ours,$asking" --variant-seeds 1 || failed=1
+  [[ -z $paper && " $ROWS " != *" base "* ]] || compare "$1" paper "$(system_of base)$paper,$asking" --variant-seeds 1 || failed=1
   return "$failed"
 }
 # Processes beside each other share one GPU only inside NVIDIA's service, which this begins where it is installed.
 if [[ -n ${BESIDE:-} && -z ${INSIDE:-} ]]; then
   export INSIDE=1
-  exec "$PYTHON" -c 'import subprocess, sys
-from nci.mps import shared_gpu
-with shared_gpu(True):
-    sys.exit(subprocess.run(sys.argv[1:]).returncode)' bash "$0" "$@"
+  exec "$PYTHON" -m nci.mps bash "$0" "$@"
 fi
 running=()
 for name in $DATASETS; do
   if [[ -n ${BESIDE:-} ]]; then
-    both "$name" &
+    tables "$name" &
     running+=($!)
   else
-    both "$name" || failed=1
+    tables "$name" || failed=1
   fi
 done
 for each in "${running[@]}"; do wait "$each" || failed=1; done

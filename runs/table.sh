@@ -30,8 +30,8 @@ fi
   echo "${0##*/}: $PYTHON cannot import nci and jsonargparse; name one that can: PYTHON=venv/bin/python ${0##*/} DATA_ROOT OUT" >&2
   exit 1
 }
-# R@1 of every system on every data set, the best mean of the splits in bold; then these means, and how sure it is that
-# nci exceeds a system, corrected for the number of data sets.
+# R@1 of every system on every data set, the best mean of the splits in bold; then these means, with p-values that are
+# corrected for the number of data sets (those of table.txt are for the number of systems).
 summary() {
   "$PYTHON" - "$out" <<'END'
 import json
@@ -57,7 +57,10 @@ for row in rows:
     lines.append(f"| `{row}` | {' | '.join(cells)} |")
 means = {name: found["mean"] for name, found in tables.items() if "mean" in found}
 if means:
-    lines += ["", f"| mean of R@1 | {' | '.join(means)} |", "|---" * (len(means) + 1) + "|"]
+    (reference, *others) = {found["reference"] for found in means.values()}
+    against = f"against {reference}" if not others else "against the first index of the table"
+    lines += ["", f"p: {against}, two-sided, Holm-corrected over the data sets.", ""]
+    lines += [f"| mean of R@1 | {' | '.join(means)} |", "|---" * (len(means) + 1) + "|"]
     for row in rows:
         corrected = holm({name: found["tests"][row]["p_value"] for name, found in means.items() if row in found["tests"]})
         cells = []
@@ -90,10 +93,7 @@ table() { # FOLDER
 # Processes beside each other share one GPU only inside NVIDIA's service, which this begins where it is installed.
 if [[ -n ${BESIDE:-} && -z ${INSIDE:-} ]]; then
   export INSIDE=1
-  exec "$PYTHON" -c 'import subprocess, sys
-from nci.mps import shared_gpu
-with shared_gpu(True):
-    sys.exit(subprocess.run(sys.argv[1:]).returncode)' bash "$0" "$@"
+  exec "$PYTHON" -m nci.mps bash "$0" "$@"
 fi
 root=$1 out=$2 found=0 failed=0 running=()
 for data in "$root" "$root"/*; do

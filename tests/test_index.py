@@ -727,6 +727,14 @@ def test_a_newer_format_says_upgrade(copy: Path, monkeypatch: pytest.MonkeyPatch
         load(copy)
 
 
+def test_settings_of_another_version_are_named(copy: Path) -> None:
+    config = load(copy).config.to_dict()
+    config["train"]["importance"] = 8000
+    republish(copy, lambda _: None, config=config)
+    with pytest.raises(ConfigError, match=r"another version of nci: .*train\.importance.*build the index again"):
+        load(copy)
+
+
 # Ensembles
 
 

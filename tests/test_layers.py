@@ -30,6 +30,16 @@ def seen(*lengths: int) -> Tensor:
     return (torch.arange(TOKENS) < torch.tensor(lengths)[:, None])[:, None, None, :]
 
 
+def test_a_mask_of_earlier_positions_is_the_same_as_causal(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x = stack(cross=True), torch.randn(3, 6, D)
+    memories, mask = made.memories(torch.randn(3, TOKENS, D)), seen(5, 2, 4)
+    usual = made(x, memories, mask)
+    asked = []
+    monkeypatch.setattr("nci.layers._by_mask", lambda rows: asked.append(len(rows)) or True)
+    torch.testing.assert_close(made(x, memories, mask), usual, rtol=1e-5, atol=1e-6)
+    assert asked == [3, 3], "once in each layer"
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 def test_forward_equals_numpy(
     make_model: Callable[..., NCIModel], naive: Callable[..., Any], paths: list[SemanticId], layers: int

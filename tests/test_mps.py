@@ -133,3 +133,23 @@ def test_a_killed_parent_leaves_no_service_behind(folder: Path) -> None:
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     assert gone(folder)
+
+
+def test_a_command_runs_inside_and_signals_reach_all_that_it_began(folder: Path) -> None:
+    install(folder)
+    told = 'echo "$CUDA_MPS_PIPE_DIRECTORY"; exit 3'
+    variables = {**os.environ, "PYTHONPATH": str(Path(mps.__file__).parents[1])}
+    command = [sys.executable, "-m", "nci.mps", "bash", "-c"]
+    result = subprocess.run([*command, told], env=variables, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, "nci-mps-" in result.stdout) == (3, True)
+    assert gone(folder)
+    # a shell dies of the signal; what it has begun must not go on
+    began = f"(sleep 60 & echo $! > {folder}/began.tmp; mv {folder}/began.tmp {folder}/began; wait) & wait"
+    process = subprocess.Popen([*command, began], env=variables)
+    until = time.monotonic() + 30
+    while not (folder / "began").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    (folder / "pid").write_text((folder / "began").read_text())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert gone(folder)

@@ -421,7 +421,9 @@ def test_ablations_beside_the_papers(folders: dict[str, Path], tmp_path: Path) -
     settings.write_text(yaml.safe_dump(tiny_values(folders["encoder"], train={"epochs": 0.5})))
     queries = write_lines(tmp_path / "queries.jsonl", [{"doc_id": f"d{n}", "query": f"melody {n}"} for n in range(60)])
     chosen = {"DATASETS": "one two", "SEEDS": "2", "JOBS": "2", "PRESET": str(settings), "GENERATED": str(queries)}
-    chosen |= {"ROWS": "base no-generated no-pawa layers-0 alpha-0.15 no-regularisation constrained unconstrained"}
+    chosen |= {
+        "ROWS": "base no-generated no-pawa layers-0 alpha-0.15 no-regularisation constrained unconstrained no-pieces"
+    }
     chosen |= {"BESIDE": "1", "EPOCHS": "1"}
     shutil.copytree(data, tmp_path / "data" / "two")
     result = script("ablations", tmp_path / "data", out, **chosen)
@@ -453,7 +455,18 @@ def test_ablations_beside_the_papers(folders: dict[str, Path], tmp_path: Path) -
     assert "| our generative part | - |" in effects
     assert "semantic ids" not in effects
     made = {path.name for path in (out / "one").iterdir()}
-    assert {"main.txt", "main.json", "ablations.txt", "ablations.json", "tradeoff.png", "tradeoff.svg"} <= made
+    assert {f"{table}.{kind}" for table in ("main", "paper", "ours") for kind in ("txt", "json")} <= made
+    assert {"tradeoff.png", "tradeoff.svg"} <= made
+    assert json.loads((out / "one" / "paper.json").read_text())["reference"] == "base"
+    assert json.loads((out / "one" / "ours.json").read_text())["reference"] == "nci"
     before = (out / "results.jsonl").read_bytes()
     assert script("ablations", tmp_path / "data", out, **chosen).returncode == 0
     assert (out / "results.jsonl").read_bytes() == before
+    result = script(
+        "ablations", tmp_path / "data", out, **{**chosen, "EPOCHS": "0.5", "ROWS": "base", "DATASETS": "one"}
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    cells = {line.split(" | ")[0]: line.split(" | ") for line in (out / "effects.md").read_text().splitlines() if line}
+    place = cells["| R@1 by which a part helps"].index("one test")
+    assert cells["| prefix-aware weights"][place] == "-", "a base of half an epoch is not compared with rows of one"
+    assert cells["| our generative part"][place] != "-"

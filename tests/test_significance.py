@@ -232,6 +232,16 @@ def test_every_set_of_queries_counts_the_same_in_a_mean() -> None:
     assert (both.high - both.low) / 2 == pytest.approx(wanted, rel=0.1)
 
 
+def test_a_document_in_two_sets_is_drawn_for_both_at_once() -> None:
+    a, b = (named(np.random.default_rng(seed).random(60)) for seed in (1, 2))
+    groups = {query: f"d{number // 3}" for number, query in enumerate(a)}
+    alone = compare(a, {"b": b}, groups=groups)["b"]
+    assert compare_means([Judged(a, {"b": b}, groups)] * 2)["b"] == alone, "the same queries twice tell nothing new"
+    others = {query: f"e{number // 3}" for number, query in enumerate(a)}
+    apart = compare_means([Judged(a, {"b": b}, groups), Judged(a, {"b": b}, others)])["b"]
+    assert apart.high - apart.low < 0.85 * (alone.high - alone.low)
+
+
 def test_one_set_is_its_own_mean() -> None:
     a, b = (named(np.random.default_rng(seed).random(50)) for seed in (1, 2))
     assert compare_means([Judged(a, {"b": b})], samples=500) == compare(a, {"b": b}, samples=500)
@@ -253,8 +263,9 @@ def test_impossible_comparisons_are_named() -> None:
             call({}, {})
         with pytest.raises(DataError, match="'q1'"):
             call(a, a, groups={"q0": "d"})
-        with pytest.raises(ConfigError, match="not 0"):
-            call(a, a, samples=0)
+        for samples in (0, -1):
+            with pytest.raises(ConfigError, match=f"not {samples}"):
+                call(a, a, samples=samples)
     with pytest.raises(ConfigError, match="confidence"):
         paired_bootstrap(a, a, confidence=95)
 

@@ -149,6 +149,16 @@ def test_search_without_the_tree(bench: Workbench) -> None:
     assert needs(bench, names[1], 0) == [(names[0], 0)]
 
 
+def test_a_model_without_anchors_is_trained_once_to_be_searched_with_and_without_its_tree(bench: Workbench) -> None:
+    names = [f"{kind}[model.normalise=position,train.epochs=0.5]" for kind in ("nci-pure", "nci-pure-unconstrained")]
+    within, without = (make(bench, name)[0] for name in names)
+    assert isinstance(within, Index)
+    assert isinstance(without, Unconstrained)
+    assert without._index.folder == within.folder
+    assert needs(bench, names[1], 0) == [(names[0], 0)]
+    assert key(bench, names[0]) != key(bench, names[1])
+
+
 def test_who_waits_for_whom_and_how_often(bench: Workbench) -> None:
     generating = replace(bench, generated_from=Recipe())
     zeroed = "nci-zeroed[tree.k=3]"

@@ -261,12 +261,6 @@ class Engine:
         mask = queries.mask.long()
         return EncodedQueries(queries.states, mask, vectors, model.anchors(asked, lexical, late=late), late)
 
-    @torch.no_grad()
-    def candidates_of(self, texts: Sequence[str]) -> tuple[Asked, Tensor]:
-        """Some queries, and the scores (queries, documents) by which late interaction chooses what to compare."""
-        queries, _, asked, lexical = self._read(texts)
-        return queries, self.reference.document_scores(asked, lexical, choosing=True)
-
     def _read(self, texts: Sequence[str]) -> tuple[Asked, Tensor, Tensor, Tensor | None]:
         """States of some queries, their vectors, those that the anchor reads, and lexical scores where there are any."""
         tokens = self.tokenise(list(texts))
