@@ -361,6 +361,7 @@ def test_paper_search_of_a_batch_is_that_of_each_query(paper: PaperSearch) -> No
         assert dict(found) == pytest.approx(dict(alone), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beam", [1, 2, 3])
 def test_a_narrow_paper_search_gives_real_ids_with_their_scores(beam: int) -> None:
     system = PaperSearch(trie_of(PATHS), TINY, beam=beam, length=6)

@@ -282,6 +282,7 @@ def test_held_out_queries_replace_the_generated_ones_in_the_first_build(
     assert [[text for text, _ in queries] for queries in seen] == [["by some"], ["by all"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

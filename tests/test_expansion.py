@@ -220,6 +220,7 @@ def test_without_queries_the_scores_are_those_of_the_documents(encoder: Path, be
     assert all((one == two).all() for one, two in zip(found.postings, wanted.postings, strict=True))
 
 
+@pytest.mark.slow
 def test_other_lexical_settings_redo_the_scores_and_the_plan_only(
     finished: Path, encoder: Path, beir: Path, tmp_path: Path
 ) -> None:

@@ -273,6 +273,7 @@ def test_a_foreign_table_is_refused(tmp_path: Path) -> None:
         curve.read_curve(tmp_path / "curve.csv")
 
 
+@pytest.mark.slow
 def test_other_commands_draw_on_the_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     systems = {"bm25": {"R@1": 0.4}, "nci": {"R@1": 0.5}}
     times = {"bm25": 0.0, "nci": 12.0}

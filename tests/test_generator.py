@@ -313,6 +313,7 @@ def test_training_learns_its_pairs(generator: Generator, trained: Path) -> None:
     assert losses[-1] < 0.3 < 1.5 < losses[0]
 
 
+@pytest.mark.slow
 def test_what_was_copied_in_training_is_copied_from_new_sources(encoder: Path, tmp_path: Path) -> None:
     """The target is always the name at the end; the names of the test were never seen as targets."""
     pairs = [(f"{d.text} {name_of(n)}", name_of(n)) for n, d in enumerate(make_documents()[:40])]
@@ -412,6 +413,7 @@ def test_saved_and_loaded_generators_are_equal(generator: Generator, tmp_path: P
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".bin", ".pt", ".pkl")]
 
 
+@pytest.mark.slow
 def test_an_encoder_without_a_start_token_works_too(tmp_path: Path) -> None:
     """T5's tokenizer ends texts and does not begin them; its padding is what the decoder begins with."""
     folder = make_encoder(tmp_path / "t5", kind="t5")

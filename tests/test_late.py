@@ -582,6 +582,7 @@ def test_an_index_without_pieces_has_no_part_of_it(make: Callable[..., Path], tm
         assert built.verify(2) == []
 
 
+@pytest.mark.slow
 def test_vectors_of_the_stored_encoder_choose_the_candidates(make: Callable[..., Path]) -> None:
     index = Index(make(**PIECES, model={"query_vector": "stored"}))
     assert index.engine.late is not None

@@ -353,6 +353,7 @@ def with_judgements(beir: Path, folder: Path, split: str, lines: str) -> Path:
     return copy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "dev"])
 def test_a_judged_document_that_is_not_in_the_corpus(encoder: Path, beir: Path, tmp_path: Path, split: str) -> None:
     data = with_judgements(beir, tmp_path / "data", split, f"{split}0\tnobody\t1\n")
@@ -397,6 +398,7 @@ def test_no_rejects_file_where_nothing_was_rejected(encoder: Path, beir: Path, t
     assert not rejects.exists() or rejects.read_text() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("epochs", [0, 1])
 def test_very_few_documents(encoder: Path, tmp_path: Path, count: int, epochs: int) -> None:

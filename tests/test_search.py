@@ -186,6 +186,7 @@ def test_exhaustive_scores_equal_numpy(
 # ---- folding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("anchor", ["none", "mean", "exact"])
 @pytest.mark.parametrize(("content", "edge_bias"), list(itertools.product([False, True], repeat=2)))
 @pytest.mark.parametrize(

@@ -875,6 +875,7 @@ def test_power_loss_leaves_old_or_new(tmp_path: Path, scenario: str) -> None:
     assert tally.keys() == {"old" if scenario in ("next publish", "garbage") else None, "new"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "syncs"), [("first publish", 12), ("second try", 11), ("next publish", 10), ("garbage", 2)]
 )

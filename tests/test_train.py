@@ -489,6 +489,7 @@ def test_a_resume_at_the_wrong_batch_ends_with_other_bits(
     assert end_of(tmp_path / "broken") != whole
 
 
+@pytest.mark.slow
 def test_a_resume_without_the_optimiser_s_state_ends_with_other_bits(
     ready: Workshop, whole: str, tmp_path: Path, killer: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,6 +499,7 @@ def test_a_resume_without_the_optimiser_s_state_ends_with_other_bits(
     assert end_of(tmp_path / "broken") != whole
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_its_marker_is_ignored_and_removed(
     ready: Workshop, whole: str, tmp_path: Path, killer: list[int]
 ) -> None:
