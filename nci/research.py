@@ -81,7 +81,7 @@ def compare(args: Namespace) -> int:
         value = getattr(args, flag)
         if value is not None and value < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} is at least 1, not {value}")
-    out, names, splits = Path(args.out), _systems(args.systems), words(args.split)
+    out, names, splits = Path(args.out), _systems(args.systems), list(dict.fromkeys(words(args.split)))
     if not splits:
         raise ConfigError("--split names at least one split, as in test,dev")
     if args.tradeoff and len(splits) < 2:

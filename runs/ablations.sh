@@ -137,6 +137,8 @@ END
 [[ $# == 2 && -d $1 ]] || die 2 "give the folder of the data sets and a folder for the results: ${0##*/} DATA_ROOT OUT"
 "$PYTHON" -c 'import nci, jsonargparse' 2>/dev/null ||
   die 1 "$PYTHON cannot import nci and jsonargparse; name one that can: PYTHON=venv/bin/python ${0##*/} DATA_ROOT OUT"
+[[ $BASE == nci || $BASE == nci-pure ]] || die 2 "BASE is nci or nci-pure, not $BASE"
+[[ -z $EPOCHS || $EPOCHS =~ ^[0-9]*\.?[0-9]+$ ]] || die 2 "EPOCHS is a number, not $EPOCHS"
 root=$1 out=$2 failed=0 paper='' ours=''
 for row in $ROWS; do
   system=$(system_of "$row")

@@ -200,7 +200,7 @@ def test_which_comparisons_make_queries(option: str, names: str, per_document: i
 
 def test_a_comparison_on_the_command_line(run: Nci, ok: Ok, tmp_path: Path, beir: Path, flags: list[str]) -> None:
     files = ["--json", tmp_path / "r.json", "--latex", tmp_path / "t.tex", "--plot", tmp_path / "p.png"]
-    out = ok("compare", beir, "--systems", "bm25, bm25+trainq", "--split", "test,dev", *flags, *files)
+    out = ok("compare", beir, "--systems", "bm25, bm25+trainq", "--split", "test,dev,test", *flags, *files)
     assert "beir: test, 12 queries" in out
     assert "beir: dev, 12 queries" in out
     assert out.count("R@k is the share") == 1

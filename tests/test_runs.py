@@ -268,6 +268,8 @@ def test_an_ablation_changes_one_thing(row: str, base: str, epochs: str) -> None
     [
         ({"ROWS": "no-pawa no-such", "DATASETS": "one"}, 2, "there is no row no-such"),
         ({"DATASETS": "one two"}, 1, "there is no BEIR folder"),
+        ({"DATASETS": "one", "EPOCHS": "many"}, 2, "EPOCHS is a number, not many"),
+        ({"DATASETS": "one", "BASE": "dsi"}, 2, "BASE is nci or nci-pure, not dsi"),
     ],
 )
 def test_ablations_that_cannot_be_made(chosen: dict[str, str], code: int, said: str, tmp_path: Path) -> None:
