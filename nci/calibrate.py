@@ -3,8 +3,9 @@
 Training sees queries of some documents only, and weighs the parts as suits those. Here the queries of a tenth of the
 documents are withheld from a first build; afterwards six numbers are fitted on them and on `dev`, documents with and
 without training queries counting the same: the weights of dense and lexical similarity and of late interaction, a constant
-for documents without any query, what often asked ones are ahead of the others, and a factor on what the decoder says. Knows
-no stages and no files.
+for documents without any query, what often asked ones are ahead of the others, and a factor on what the decoder says. That
+build has more documents without queries than the index will have, which would hold the constant down: each of them counts
+as fewer. Knows no stages and no files.
 """
 
 from __future__ import annotations
@@ -89,6 +90,24 @@ def withheld(doc_ids: Iterable[str], config: CalibrateConfig) -> set[str]:
     return set(ordered[: round(config.share * len(ordered))])
 
 
+def fewer_unseen(documents: int, seen: int, finally_seen: int) -> float:
+    """What a document without queries counts in a build that withholds some: as many as the index will have for one of them.
+
+    Both are taken for each document with queries. At least a half: where the index has hardly any now, others will be added.
+
+    Args:
+        documents: All of them.
+        seen: How many have queries in the build.
+        finally_seen: The same in the index.
+
+    >>> fewer_unseen(100, 72, 80), fewer_unseen(100, 90, 100)
+    (0.6428571428571428, 0.5)
+    """
+    if not 0 < seen < documents:
+        return 1.0
+    return max(0.5, (documents - finally_seen) / finally_seen * seen / (documents - seen))
+
+
 @dataclass(frozen=True)
 class Evidence:
     """Everything about some queries that the weights combine. Children are those of the nodes on the way to the target."""
@@ -117,9 +136,14 @@ class Evidence:
         total = total if self.lexical is None else total + weights[1].exp() * self.lexical
         return total if self.late is None else total + weights[5].exp() * self.late
 
-    def log_probs(self, weights: Tensor, tree_sum: TreeSum) -> Tensor:
-        """log p of each query's target: (queries,); only the siblings along its path count."""
-        anchors = tree_sum(self.scores(weights)).gather(1, self.children.flatten(1)).view_as(self.residual)
+    def log_probs(self, weights: Tensor, tree_sum: TreeSum, fewer: float = 1.0) -> Tensor:
+        """log p of each query's target: (queries,); only the siblings along its path count.
+
+        `fewer`: What an unseen document counts that is not the target.
+        """
+        scores, own = self.scores(weights), self.targets.unsqueeze(1)
+        scores = (scores + np.log(fewer) * self.unseen).scatter(1, own, scores.gather(1, own))
+        anchors = tree_sum(scores).gather(1, self.children.flatten(1)).view_as(self.residual)
         there = self.residual > -torch.inf
         logits = anchors + weights[3] * self.residual.masked_fill(~there, 0.0)
         logits = logits.masked_fill(~there, -torch.inf)
@@ -169,13 +193,21 @@ def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], c
     )
 
 
-def fit(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], counts: NDArray[np.integer]) -> Calibration:
+def fit(
+    engine: Engine,
+    texts: Sequence[str],
+    targets: NDArray[np.integer],
+    counts: NDArray[np.integer],
+    *,
+    fewer: float = 1.0,
+) -> Calibration:
     """The weights under which the queries' own documents are likeliest, seen and unseen documents counting the same.
 
     Args:
         engine: Searches with the trained model.
         targets: The leaf that each text should find.
         counts: (documents,) in leaf order, how many training queries each has in this build.
+        fewer: What an unseen document counts beside others, `fewer_unseen`.
     """
     chosen = np.random.default_rng(0).permutation(len(texts))[: max(1, min(_MOST, _HELD // engine.trie.nodes))]
     evidence = gather(engine, [texts[i] for i in chosen], np.asarray(targets)[chosen], counts)
@@ -192,7 +224,7 @@ def fit(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], coun
 
     def loss() -> Tensor:
         optimiser.zero_grad()
-        own = evidence.log_probs(weights, tree_sum)
+        own = evidence.log_probs(weights, tree_sum, fewer)
         # As much as one query in all would say: it matters only where there are few.
         prior = (weights - start).square().sum() / (2 * len(own))
         value = prior - (own * share).sum()

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from nci import store
 from nci.assembly import Assembly
-from nci.calibrate import Calibration, compared, fit, found_first, withheld
+from nci.calibrate import Calibration, compared, fewer_unseen, fit, found_first, withheld
 from nci.config import Config, content_key
 from nci.corpus import Source, fingerprint, open_dataset, read_documents, write_documents
 from nci.errors import ConfigError, IndexCorruptError, IndexNotFoundError
@@ -172,7 +172,8 @@ def _calibrate(
         log.info("%-10s left out: only %d queries could be withheld", "calibrate", len(held))
         return None
     log.info("%-10s a first build without the queries of some documents", "calibrate")
-    file = stages.folder / "calibrate" / f"{content_key(making.key(fold), held)}.json"
+    fewer = fewer_unseen(len(doc_ids), *(len({row for _, row in each.real}) for each in (fold, data)))
+    file = stages.folder / "calibrate" / f"{content_key(making.key(fold), held, fewer)}.json"
     inner = stages if stages.shared else Stages(stages.folder / "calibrate")
     if not file.exists():
         made = making.make(inner, fold, stages)
@@ -181,7 +182,7 @@ def _calibrate(
             asked = [(text, row) for text, row in asked if is_query(text)]
             leaves = made.assembly.leaf_of_row[[row for _, row in asked]]
             counts = made.assembly.counts([row for _, row in fold.real])
-            found = _fitted(made, [text for text, _ in asked], leaves, counts)
+            found = _fitted(made, [text for text, _ in asked], leaves, counts, fewer)
             file.parent.mkdir(exist_ok=True)
             staged = file.with_suffix(".tmp")
             staged.write_text(json.dumps(asdict(found)), encoding="utf-8")
@@ -193,12 +194,14 @@ def _calibrate(
     return calibration
 
 
-def _fitted(made: Made, texts: list[str], leaves: NDArray[np.int64], counts: NDArray[np.int64]) -> Calibration:
+def _fitted(
+    made: Made, texts: list[str], leaves: NDArray[np.int64], counts: NDArray[np.int64], fewer: float
+) -> Calibration:
     """The weights for a build, and how many of some of the texts it finds with and without them; changes its model."""
     search, few = made.assembly.config.search, np.random.default_rng(1).permutation(len(texts))[:_SEARCHED]
     some, wanted = [texts[i] for i in few], leaves[few]
     engine = made.assembly.engine(made.model)
-    calibration = fit(engine, texts, leaves, counts)
+    calibration = fit(engine, texts, leaves, counts, fewer=fewer)
     before = found_first(engine, some, wanted, search)
     calibration.apply(made.model)
     engine = replace(made.assembly, bias=calibration.bias(counts)).engine(made.model)

@@ -90,7 +90,7 @@ def key(bench: Workbench, name: str, seed: int = 0) -> str:
     elif name in ("dense", "dense-hnsw"):
         settings = bench.settings["dense"] if bench.baselines.get("dense") else bench.config.embed
     elif kind in FITTED:
-        settings = [split_pairs(bench.dataset, "dev"), asdict(bench.calibrate)]
+        settings = [split_pairs(bench.dataset, "dev"), asdict(bench.calibrate), *CHANGED[kind]]
     return content_key(name, parts, bench.data_key, kind in TAKE_GENERATED and bench.generated_key, settings)
 
 
@@ -262,7 +262,8 @@ def _fit(bench: Workbench, name: str) -> Made:
     out = _folder(bench, name)
     if not (out / "COMPLETE").exists():
         asked = split_pairs(bench.dataset, "dev") + bench.withheld
-        ScoreFusion.train(_parts(bench.fold, name)[0], asked, out=out, seen=bench.fold.seen)
+        parts, seen = _parts(bench.fold, name)[0], bench.fold.seen
+        ScoreFusion.train(parts, asked, out=out, seen=seen, fewer=bench.fewer_unseen)
     parts, size = _parts(bench, name)
     return ScoreFusion.load(out, parts, seen=bench.seen), size
 
@@ -305,4 +306,5 @@ SECTION = {
     **{"bert-bruteforce": "dense", "bert-faiss": "dense", "knn": "knn", "seal": "seal", "rerank": "rerank"},
     **dict.fromkeys(("dpr", "ance", "ance-maxp"), "dual"),
 }
-CHANGED = {"nci-untrained": ["calibrated"]}  # what a name stood for before was another system
+# What a name stood for before was another system.
+CHANGED = {"nci-untrained": ["calibrated"], "sum": ["fewer unseen"], "const": ["fewer unseen"]}

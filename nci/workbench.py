@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from nci.assembly import load_embedder
 from nci.baselines import Searcher
 from nci.baselines.settings import BASELINES, USUAL
-from nci.calibrate import withheld
+from nci.calibrate import fewer_unseen, withheld
 from nci.config import CalibrateConfig, Config, CorpusConfig, content_key
 from nci.corpus import Dataset, fingerprint
 from nci.encoders import TextEncoder
@@ -98,6 +98,11 @@ class Workbench:
         """The pairs that the fold does without."""
         known = set(self.fold.pairs)
         return [pair for pair in self.pairs if pair not in known]
+
+    @property
+    def fewer_unseen(self) -> float:
+        """What an unseen document of the fold counts, so that there are as many as in all."""
+        return fewer_unseen(len(self.documents), len(self.fold.seen), len(self.seen))
 
     def _without(self, calibrate: CalibrateConfig) -> Workbench:
         hidden = withheld(self.seen, calibrate)

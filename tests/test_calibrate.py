@@ -14,7 +14,7 @@ from tiny import Workshop, make_workshop, tiny_config
 
 from nci import pipeline, store
 from nci.anchors import TreeSum
-from nci.calibrate import Calibration, Evidence, compared, fit, found_first, gather, withheld
+from nci.calibrate import Calibration, Evidence, compared, fewer_unseen, fit, found_first, gather, withheld
 from nci.config import CalibrateConfig, SearchConfig
 from nci.index import Index
 from nci.pipeline import build
@@ -100,6 +100,37 @@ def test_the_constant_raises_documents_without_queries(engine: Engine) -> None:
     lead = found.popular * np.log(2)
     assert found.unseen - lead > 0.3
     assert found.bias(counts).tolist() == [pytest.approx(lead if each else found.unseen) for each in seen]
+
+
+def test_unseen_documents_that_count_as_fewer_need_a_higher_constant(engine: Engine) -> None:
+    """Beside half as many of them, each is twice as likely to be the one that is asked for."""
+    documents = engine.trie.documents
+    counts = np.where(np.arange(documents) % 2 == 0, 1, 0)
+    rng = np.random.default_rng(0)
+    texts = [f"item{number}" for number in rng.integers(0, 9, 400)]
+    targets = rng.integers(0, documents, 400)
+    all_of_them, half = (fit(engine, texts, targets, counts, fewer=fewer) for fewer in (1.0, 0.5))
+    leads = [found.unseen - found.popular * np.log(2) for found in (all_of_them, half)]
+    assert leads[1] - leads[0] == pytest.approx(np.log(2), abs=0.1)
+
+
+def test_the_target_itself_counts_whole(engine: Engine) -> None:
+    """Without a decoder, log p is that of a softmax in which the other unseen documents have less weight."""
+    counts = (np.arange(engine.trie.documents) % 2).astype(int)
+    weights, targets = torch.tensor([3.0, 2.0, 0.5, 0.0, 0.2]), np.arange(len(TEXTS))
+    evidence = gather(engine, TEXTS, targets, counts)
+    scores = evidence.scores(weights)
+    mass = torch.where(torch.as_tensor(counts == 0), 0.3, 1.0).repeat(len(TEXTS), 1)
+    mass[torch.arange(len(TEXTS)), torch.as_tensor(targets)] = 1.0
+    wanted = scores.diagonal() - (scores + mass.log()).logsumexp(1)
+    torch.testing.assert_close(evidence.log_probs(weights, TreeSum(engine.trie), 0.3), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_as_many_unseen_documents_as_the_index_will_have() -> None:
+    assert fewer_unseen(1000, 720, 800) == pytest.approx((200 / 800) / (280 / 720))
+    assert fewer_unseen(1000, 500, 500) == 1
+    assert fewer_unseen(1000, 900, 1000) == 0.5, "others may be added"
+    assert fewer_unseen(1000, 0, 10) == fewer_unseen(10, 10, 10) == 1, "nothing to compare"
 
 
 def test_documents_that_are_asked_for_often_get_ahead(engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,23 @@ def test_unseen_documents_get_a_constant(tmp_path: Path) -> None:
     assert stored == {"depth": 100, "weights": {"one": 0.5, "two": 0.5}, "unseen": made.settings.unseen}
     loaded = ScoreFusion.load(tmp_path, systems, seen={"a"})
     assert [hits[0].doc_id for hits in loaded.search([query for query, _ in pairs])] == names
+
+
+def test_some_of_the_unseen_documents_may_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every query for a seen document finds an unseen one first; it is found itself where that is left out."""
+    caplog.set_level("INFO", "nci")
+    names = [f"n{number}" for number in range(200)]
+    results = {f"s{i}": [(name, 0.9), ("old", 0.5), ("last", 0.0)] for i, name in enumerate(names)}
+    results |= {f"u{i}": [(name, 0.9), ("old", 0.5), ("last", 0.0)] for i, name in enumerate(names)}
+    pairs = [(f"s{i}", "old") for i in range(200)] + [(f"u{i}", name) for i, name in enumerate(names)]
+    one = {"A": Fixed("A", results)}
+
+    for fewer, wanted in ((1.0, 50), (0.5, 75), (0.0, 100)):
+        made = ScoreFusion.train(one, pairs, out=tmp_path / str(fewer), seen={"old", "last"}, fewer=fewer)
+        assert made.settings.unseen == 0.0, "a constant helps one kind as much as it costs the other"
+        found = re.search(r"R@1 ([\d.]+) on 400 queries", caplog.messages[-1])
+        assert found
+        assert float(found[1]) == pytest.approx(wanted, abs=5)
 
 
 @pytest.mark.parametrize(("seen_queries", "unseen_queries", "lost"), [(9, 1, 4), (9, 3, 4), (2, 6, 1)])

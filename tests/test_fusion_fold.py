@@ -116,7 +116,7 @@ def test_weights_are_fitted_where_the_queries_are_unknown(bench: Workbench, tmp_
 
     def fitted(pairs: Pairs, name: str) -> FusionSettings:
         systems = {"bm25": plain, "bm25+trainq": bm25_of(bench, pairs)}
-        return ScoreFusion.train(systems, asked, out=tmp_path / name, seen=seen).settings
+        return ScoreFusion.train(systems, asked, out=tmp_path / name, seen=seen, fewer=bench.fewer_unseen).settings
 
     found = settings_of(bench, SUM)
     assert found == fitted(rest, "fold")

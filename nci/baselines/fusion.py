@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import zlib
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -130,6 +131,7 @@ class ScoreFusion(_Fusion):
         out: Path,
         settings: FusionSettings | None = None,
         seen: Collection[str] | None = None,
+        fewer: float = 1.0,
         name: str | None = None,
     ) -> Self:
         """Fits the weights on calibration queries and keeps them in the folder `out`.
@@ -141,6 +143,8 @@ class ScoreFusion(_Fusion):
             out: Where the weights are kept.
             settings: Depth; its weights are not used.
             seen: The documents with training queries that these systems know; none means all.
+            fewer: Which share of the unseen documents stays when a query does not ask for them, the others being chosen by
+                lot: where these systems know more unseen documents than those that the weights are for.
             name: What hits say they come from.
         """
         depth = (settings or FusionSettings()).depth
@@ -154,7 +158,9 @@ class ScoreFusion(_Fusion):
         for i, gains in enumerate(_gains(list(relevant.values()), seen)):
             doc_ids, scores = _scaled([lists[each][i] for each in lists])
             gain = np.array([gains.get(doc_id, 0.0) for doc_id in doc_ids])
-            examples.append((scores, _unseen(doc_ids, seen), gain))
+            unseen = _unseen(doc_ids, seen)
+            stays = ~unseen | (gain > 0) | np.array([_lot(doc_id) < fewer for doc_id in doc_ids], bool)
+            examples.append((scores[stays], unseen[stays], gain[stays]))
         weights, constant, share = fit(examples)
         fitted = FusionSettings(depth, dict(zip(searchers, weights.tolist(), strict=True)), constant)
         shown = ", ".join(f"{each} {weight:.3f}" for each, weight in fitted.weights.items())
@@ -214,6 +220,11 @@ def _is_unseen(doc_id: str, seen: Collection[str] | None) -> bool:
 
 def _unseen(doc_ids: Sequence[str], seen: Collection[str] | None) -> npt.NDArray[np.bool_]:
     return np.array([_is_unseen(doc_id, seen) for doc_id in doc_ids], bool)
+
+
+def _lot(doc_id: str) -> float:
+    """A number from 0 to below 1, the same for a document every time."""
+    return zlib.crc32(doc_id.encode("utf-8", "surrogatepass")) / 2**32
 
 
 def _gains(relevant: Sequence[Collection[str]], seen: Collection[str] | None) -> list[dict[str, float]]:
