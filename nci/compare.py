@@ -186,12 +186,7 @@ def compare(
     result = Result(split, len(queries), reference, data=bench.dataset.folder.resolve().name, qrels=qrels)
     values: dict[str, dict[str, float]] = {}
     for row, name in rows.items():
-        tasks = [(name, seed) for seed in range(seeds_of(bench, name))]
-        files = [ranking_file(bench, task, queries, split, out) for task in tasks]
-        found = [
-            ranked(bench, task, split, queries, file, timed=timed is None and task == tasks[0])
-            for task, file in zip(tasks, files, strict=True)
-        ]
+        found = _all_seeds(bench, name, split, queries, out, timed=timed is None)
         _add(result, row, found, qrels, metrics)
         if timed is not None:
             result.latency_ms[row] = timed.latency_ms[row]
@@ -205,6 +200,27 @@ def compare(
     tests = significance.compare_means([result.judged])
     result.p_values = {name: test.corrected for name, test in tests.items()}
     return result
+
+
+def append_row(
+    bench: Workbench, row: str, name: str, split: str, out: Path, file: Path, *, metrics: Sequence[str] = METRICS
+) -> None:
+    """The line of a row whose rankings are there, in a file as `compare` appends to it, before the other rows are made."""
+    queries, qrels = judged(bench, split)
+    result = Result(split, len(queries), row, data=bench.dataset.folder.resolve().name)
+    found = _all_seeds(bench, name, split, queries, out, timed=False)
+    _add(result, row, found, qrels, metrics)
+    _append(file, result, row, name, sum(one.seconds for one in found))
+
+
+def _all_seeds(
+    bench: Workbench, name: str, split: str, queries: Sequence[Query], out: Path, *, timed: bool
+) -> list[Ranked]:
+    """The rankings of a system, one for each of its seeds; the first is timed."""
+    tasks = [(name, seed) for seed in range(seeds_of(bench, name))]
+    files = [ranking_file(bench, task, queries, split, out) for task in tasks]
+    places = enumerate(zip(tasks, files, strict=True))
+    return [ranked(bench, task, split, queries, file, timed=timed and not i) for i, (task, file) in places]
 
 
 def split_names(text: str) -> list[str]:

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nci.compare import Task, check_names, judged, ranked, ranking_file
+from nci.compare import Task, check_names, judged, ranking_file
+from nci.compare import ranked as rank
 from nci.console import set_up_logging
 from nci.errors import NciError
 from nci.mps import end_with_parent, shared_gpu
@@ -40,10 +41,19 @@ Files = Mapping[Path, tuple[str, list[Query]]]
 """Rankings to write, each with its split and queries."""
 
 
-def rank_in_parallel(bench: Workbench, systems: Sequence[str], splits: Sequence[str], out: Path, *, jobs: int) -> None:
+def rank_in_parallel(
+    bench: Workbench,
+    systems: Sequence[str],
+    splits: Sequence[str],
+    out: Path,
+    *,
+    jobs: int,
+    ranked: Callable[[str], None] = lambda name: None,
+) -> None:
     """Make every system with every seed and rank the splits, in so many processes.
 
     What fails is named in one error after all that does not need it is done; the rankings of the others are kept.
+    `ranked` is called with each system as soon as the rankings of all its seeds are there.
     """
     check_names(bench, systems)
     queries = {split: judged(bench, split)[0] for split in splits}
@@ -52,24 +62,35 @@ def rank_in_parallel(bench: Workbench, systems: Sequence[str], splits: Sequence[
         files = {ranking_file(bench, task, part[1], part[0], out): part for part in queries.items()}
         if missing := {file: part for file, part in files.items() if not file.with_suffix(".json").exists()}:
             work[task] = missing
+    unranked = {name: {task for task in work if task[0] == name} for name in systems}
+
+    def ended(task: Task) -> None:
+        if task in work:
+            unranked[task[0]].discard(task)
+            if not unranked[task[0]]:
+                ranked(task[0])
+
+    for name in systems:
+        if not unranked[name]:
+            ranked(name)
     with shared_gpu(bool(work) and jobs > 1 and bench.device != "cpu" and torch.cuda.is_available()):
-        failed = _all(bench, work, jobs)
+        failed = _all(bench, work, jobs, ended)
     if failed:
         reasons = "; ".join(f"{_label(task)}: {reason}" for task, reason in failed.items())
         raise NciError(f"{reasons} (what the other systems found is kept)")
 
 
-def _all(bench: Workbench, work: Mapping[Task, Files], jobs: int) -> dict[Task, str]:
+def _all(bench: Workbench, work: Mapping[Task, Files], jobs: int, told: Callable[[Task], None]) -> dict[Task, str]:
     """Everything, and what it needs: why each task that failed did so."""
     left = in_order(bench, work)
     finished: set[Task] = set()
     failed: dict[Task, str] = {}
     while left:
-        ended = _run(bench, {task: work.get(task, {}) for task in left}, finished, jobs)
+        ended = _run(bench, {task: work.get(task, {}) for task in left}, finished, jobs, told)
         finished |= {task for task, reason in ended.items() if reason is None}
         died = [task for task, reason in ended.items() if reason in (DIED, FULL)]
         for task in died:  # with one process all of its pool die; alone it has all the memory, and is to blame
-            ended |= _run(bench, {task: work.get(task, {})}, finished, 1)
+            ended |= _run(bench, {task: work.get(task, {})}, finished, 1, told)
         finished |= {task for task, reason in ended.items() if reason is None}
         failed |= {task: reason for task, reason in ended.items() if reason is not None}
         left = [task for task in left if task not in ended] if died else []
@@ -114,9 +135,12 @@ def _stopped_by_sigterm() -> Iterator[None]:
 
 
 @_stopped_by_sigterm()
-def _run(bench: Workbench, tasks: Mapping[Task, Files], finished: set[Task], jobs: int) -> dict[Task, str | None]:
+def _run(
+    bench: Workbench, tasks: Mapping[Task, Files], finished: set[Task], jobs: int, told: Callable[[Task], None]
+) -> dict[Task, str | None]:
     """Work on tasks in so many new processes until no more can begin: why each of those that were begun failed, or None.
 
+    `told` hears of each that did not.
     A process that dies takes all with it: those then at work have DIED, and no others are begun.
     """
     ended: dict[Task, str | None] = {}
@@ -142,7 +166,10 @@ def _run(bench: Workbench, tasks: Mapping[Task, Files], finished: set[Task], job
                     reason = DIED
                 elif error is not None and is_out_of_memory(error):
                     reason = FULL
-                ended[running.pop(future)] = reason if error is not None else None
+                task = running.pop(future)
+                ended[task] = reason if error is not None else None
+                if error is None:
+                    told(task)
     except KeyboardInterrupt:
         for process in list(pool._processes.values()):
             process.kill()
@@ -176,7 +203,7 @@ def _work(bench: Workbench, task: Task, files: Files) -> None:
         elif not files:
             make(bench, name, seed)
         for file, (split, queries) in files.items():
-            ranked(bench, task, split, queries, file, timed=False)
+            rank(bench, task, split, queries, file, timed=False)
     finally:
         bench.made.clear()
         gc.collect()

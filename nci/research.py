@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,7 @@ def querygen(args: Namespace) -> int:
 
 def compare(args: Namespace) -> int:
     from nci.baselines.settings import BASELINES
-    from nci.compare import METRICS, judged
+    from nci.compare import METRICS, append_row, judged
     from nci.compare import check_names as rows_of
     from nci.compare import compare as run
     from nci.corpus import open_dataset
@@ -116,9 +117,15 @@ def compare(args: Namespace) -> int:
     for split in splits:  # before anything is made for another one
         judged(workbench, split)
     rows = rows_of(workbench, names)
-    if args.jobs > 1:
-        rank_in_parallel(workbench, [*dict.fromkeys(rows.values())], splits, out, jobs=args.jobs)
     append = Path(args.append) if args.append else None
+
+    def ranked(name: str) -> None:
+        if append is not None:
+            for row, split in product([row for row in rows if rows[row] == name], splits):
+                append_row(workbench, row, name, split, out, append, metrics=metrics)
+
+    if args.jobs > 1:
+        rank_in_parallel(workbench, [*dict.fromkeys(rows.values())], splits, out, jobs=args.jobs, ranked=ranked)
     results = [run(workbench, names, splits[0], out, metrics=metrics, append=append)]
     for split in splits[1:]:
         results.append(run(workbench, names, split, out, metrics=metrics, append=append, timed=results[0]))

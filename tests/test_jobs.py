@@ -52,7 +52,8 @@ def test_what_others_need_comes_first(beir: Path, tmp_path: Path, encoder: Path)
 @pytest.mark.slow
 def test_two_processes_find_what_one_finds(ok: Ok, run: Nci, beir: Path, tmp_path: Path, flags: list[str]) -> None:
     names = ["--systems", "bm25,nci,nci-zeroed,rrf:bm25+dense", "--seeds", "2", "--split", "test,dev"]
-    ok("compare", beir, *names, *flags, "--jobs", "2", "--json", tmp_path / "two.json")
+    lines = tmp_path / "lines.jsonl"
+    ok("compare", beir, *names, *flags, "--jobs", "2", "--json", tmp_path / "two.json", "--append", lines)
     ok("compare", beir, *names, *flags, "-o", tmp_path / "alone", "--json", tmp_path / "one.json")
     one, two = (json.loads((tmp_path / f"{name}.json").read_text())["splits"] for name in ("one", "two"))
     for split in ("test", "dev"):
@@ -62,19 +63,25 @@ def test_two_processes_find_what_one_finds(ok: Ok, run: Nci, beir: Path, tmp_pat
             assert two[split]["systems"][name] == pytest.approx(row), name
         assert all(ms > 0 for ms in two[split]["latency_ms"].values()), "measured afterwards"
         assert two[split]["latency_ms"] == two["test"]["latency_ms"], "measured once"
+    added = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert len(added) == 2 * 4, "a line for each row and split, whichever came first"
+    for line in added:
+        assert line["metrics"] == two[line["split"]]["systems"][line["row"]]
 
 
 @pytest.mark.slow
 def test_a_failure_in_a_process_names_the_system(
     run: Nci, ok: Ok, beir: Path, tmp_path: Path, flags: list[str]
 ) -> None:
-    command = ["compare", beir, *flags, "--systems", "bm25,knn,rrf:bm25+knn", "--jobs", "2"]
-    code, out, err = run(*command, "--knn.encoder", str(tmp_path / "nowhere"))
+    lines = tmp_path / "lines.jsonl"
+    command = ["compare", beir, *flags, "--systems", "bm25,knn,rrf:bm25+knn,same=bm25", "--jobs", "2"]
+    code, out, err = run(*command, "--knn.encoder", str(tmp_path / "nowhere"), "--append", lines)
     assert (code, out, len(err.splitlines())) == (1, "", 1)
     assert "knn: " in err
     assert "nowhere" in err
     assert "rrf:" not in err, "what needs it is not tried"
     assert [path.name.split("-")[0] for path in (tmp_path / "out" / "runs").glob("*.json")] == ["bm25"]
+    assert [json.loads(line)["row"] for line in lines.read_text().splitlines()] == ["bm25", "same"], "what is finished"
 
 
 def test_one_process_spawns_none(ok: Ok, beir: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
