@@ -1,11 +1,11 @@
 """Trained model + queries it has not seen -> the weights of the parts of its score.
 
 Training sees queries of some documents only, and weighs the parts as suits those. Here the queries of a tenth of the
-documents are withheld from a first build; afterwards six numbers are fitted on them and on `dev`, documents with and
+documents are withheld from a first build; afterwards seven numbers are fitted on them and on `dev`, documents with and
 without training queries counting the same: the weights of dense and lexical similarity and of late interaction, a constant
-for documents without any query, what often asked ones are ahead of the others, and a factor on what the decoder says. That
-build has more documents without queries than the index will have, which would hold the constant down: each of them counts
-as fewer. Knows no stages and no files.
+for documents without any query, what often asked ones are ahead of the others, what hubs are behind them (`nci.hubs`), and a
+factor on what the decoder says. That build has more documents without queries than the index will have, which would hold the
+constant down: each of them counts as fewer. Knows no stages and no files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nci.anchors import TreeSum
 from nci.config import CalibrateConfig, SearchConfig
+from nci.hubs import Content, find_hubs, read_content
 from nci.model import NCIModel
 from nci.search import Engine
 
@@ -42,6 +43,8 @@ class Calibration:
         residual: Factor on the decoder's part of every logit.
         popular: Times log(1 + its training queries), added to the content score of every other document.
         late: Weight of late interaction; 0 where there is none.
+        hubs: Times `find_hubs`, added to the content score of every document.
+        drawn_by: The weights that hubs are found with: dense, lexical, late.
         found: R@1 of seen and unseen documents, before and after, and how many queries there were.
     """
 
@@ -51,6 +54,8 @@ class Calibration:
     residual: float
     popular: float = 0.0
     late: float = 0.0
+    hubs: float = 0.0
+    drawn_by: Sequence[float] = (0.0, 0.0, 0.0)
     found: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -61,7 +66,8 @@ class Calibration:
             for kind, count in self.found.get("queries", {}).items()
         ]
         changed = f"; R@1 {', '.join(r1)}" if r1 else ""
-        return f"{weights}, unseen {self.unseen:+.2f}, often asked {self.popular:+.2f}{changed}"
+        priors = f"unseen {self.unseen:+.2f}, often asked {self.popular:+.2f}, hubs {self.hubs:+.2f}"
+        return f"{weights}, {priors}{changed}"
 
     @torch.no_grad()
     def apply(self, model: NCIModel) -> None:
@@ -75,9 +81,10 @@ class Calibration:
         if model.head.bias is not None:
             model.head.bias.mul_(self.residual)
 
-    def bias(self, counts: NDArray[np.integer]) -> NDArray[np.float32]:
-        """(documents,) what is added to the content score of each, given how many training queries it has."""
-        return np.where(counts > 0, self.popular * np.log1p(counts), self.unseen).astype(np.float32)
+    def bias(self, counts: NDArray[np.integer], hubs: NDArray[np.floating] | None = None) -> NDArray[np.float32]:
+        """(documents,) what is added to the content score of each, given its number of training queries and `find_hubs`."""
+        prior = np.where(counts > 0, self.popular * np.log1p(counts), self.unseen)
+        return (prior if hubs is None else prior + self.hubs * hubs).astype(np.float32)
 
 
 def withheld(doc_ids: Iterable[str], config: CalibrateConfig) -> set[str]:
@@ -120,6 +127,7 @@ class Evidence:
     own: Tensor  # (queries, positions) which of them is on the way to the target; -1 behind its end
     targets: Tensor  # (queries,) leaves
     counts: Tensor  # (documents,) training queries of each, as floats
+    hubs: Tensor | None = None  # (documents,)
 
     @property
     def unseen(self) -> Tensor:
@@ -129,9 +137,10 @@ class Evidence:
     def scores(self, weights: Tensor) -> Tensor:
         """Content scores (queries, documents).
 
-        `weights`: log kappa, log lexical, constant, factor, lead of the popular, log late.
+        `weights`: log kappa, log lexical, constant, factor, lead of the popular, log late, lead of hubs.
         """
         prior = weights[2] * self.unseen + weights[4] * self.counts.log1p()
+        prior = prior if self.hubs is None else prior + weights[6] * self.hubs
         total = weights[0].exp() * self.dense + prior
         total = total if self.lexical is None else total + weights[1].exp() * self.lexical
         return total if self.late is None else total + weights[5].exp() * self.late
@@ -155,17 +164,13 @@ class Evidence:
 def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], counts: NDArray[np.integer]) -> Evidence:
     """Read some queries with a trained model, a few at a time; what is found stays on the model's device."""
     model, trie = engine.reference, engine.trie
-    assert model.tables.vectors is not None
     leaves = torch.as_tensor(targets, device=model.device).long()
     step = max(1, min(_QUERIES, _AT_ONCE // (int(np.diff(trie.child_start).max()) * model.config.d_model)))
-    dense, lexical, late, children, residual, own = [], [], [], [], [], []
+    contents: list[Content] = []
+    children, residual, own = [], [], []
     for start in range(0, len(texts), step):
-        part = list(texts[start : start + step])
-        queries = engine.encode(part)
-        stored = engine.stored_vectors(part, len(part))
-        asked = queries.vectors if stored is None else stored
-        assert asked is not None
-        dense.append(asked.float() @ model.tables.vectors.T)
+        queries, content = read_content(engine, list(texts[start : start + step]))
+        contents.append(content)
         levels, _, path = model.path_children(
             model.memories(queries.states),
             queries.mask[:, None, None, :].bool(),
@@ -177,14 +182,14 @@ def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], c
         residual.append(torch.stack([log_probs.float() for log_probs, _ in levels], dim=1))
         children.append(torch.stack([child for _, child in levels], dim=1))
         own.append(torch.where(path >= 0, path - children[-1][:, :, 0], -1))
-        if queries.late is not None:
-            late.append(queries.late)
-        if engine.lexical is not None:
-            lexical.append(torch.as_tensor(engine.lexical.normalised(part), device=model.device))
+    dense, lexical, late = (
+        None if parts[0] is None else torch.cat(cast("tuple[Tensor, ...]", parts))
+        for parts in zip(*contents, strict=True)
+    )
     return Evidence(
-        torch.cat(dense),
-        torch.cat(lexical) if lexical else None,
-        torch.cat(late) if late else None,
+        cast(Tensor, dense),
+        lexical,
+        late,
         torch.cat(children),
         torch.cat(residual),
         torch.cat(own),
@@ -199,26 +204,37 @@ def fit(
     targets: NDArray[np.integer],
     counts: NDArray[np.integer],
     *,
+    known: Sequence[tuple[str, int]] = (),
     fewer: float = 1.0,
-) -> Calibration:
+) -> tuple[Calibration, NDArray[np.float32]]:
     """The weights under which the queries' own documents are likeliest, seen and unseen documents counting the same.
+
+    Beside them `find_hubs` of each document, by the weights that were the best without it.
 
     Args:
         engine: Searches with the trained model.
         targets: The leaf that each text should find.
         counts: (documents,) in leaf order, how many training queries each has in this build.
+        known: These queries, and the leaves that they ask for.
         fewer: What an unseen document counts beside others, `fewer_unseen`.
     """
     chosen = np.random.default_rng(0).permutation(len(texts))[: max(1, min(_MOST, _HELD // engine.trie.nodes))]
     evidence = gather(engine, [texts[i] for i in chosen], np.asarray(targets)[chosen], counts)
-    device = evidence.dense.device
-    tree_sum = TreeSum(engine.trie).to(device)
-    new = evidence.unseen[evidence.targets] > 0  # (queries,)
-    share = torch.where(new, 0.5 / new.sum().clamp(min=1), 0.5 / (~new).sum().clamp(min=1))
     assert engine.model.anchor_weights is not None
     late = engine.model.config.late if evidence.late is not None else 1.0
-    others = torch.tensor([0.0, 1.0, 0.0, float(np.log(late))])
-    start = torch.cat([engine.model.anchor_weights.detach().float().cpu(), others]).to(device)
+    others = torch.tensor([0.0, 1.0, 0.0, float(np.log(late)), 0.0])
+    start = torch.cat([engine.model.anchor_weights.detach().float().cpu(), others]).to(evidence.dense.device)
+    tree_sum = TreeSum(engine.trie).to(start.device)
+    first = _likeliest(evidence, start, tree_sum, fewer)
+    drawn_by = (first.kappa, first.lexical, first.late)
+    hubs = find_hubs(engine, known, drawn_by)
+    evidence = replace(evidence, hubs=torch.as_tensor(hubs, device=start.device))
+    return replace(_likeliest(evidence, start, tree_sum, fewer), drawn_by=drawn_by), hubs
+
+
+def _likeliest(evidence: Evidence, start: Tensor, tree_sum: TreeSum, fewer: float) -> Calibration:
+    new = evidence.unseen[evidence.targets] > 0  # (queries,)
+    share = torch.where(new, 0.5 / new.sum().clamp(min=1), 0.5 / (~new).sum().clamp(min=1))
     weights = start.clone().requires_grad_(True)
     optimiser = torch.optim.LBFGS([weights], max_iter=60, line_search_fn="strong_wolfe")
 
@@ -233,11 +249,11 @@ def fit(
 
     optimiser.step(loss)  # type: ignore[arg-type, no-untyped-call]
     fitted = weights.detach()
-    fitted[3] = fitted[3].clamp(min=0.0)
-    kappa, lexical, unseen, residual, popular, late = (
-        float(x) for x in [*fitted[:2].exp(), *fitted[2:5], fitted[5].exp()]
+    kappa, lexical, late = (float(fitted[place].exp()) for place in (0, 1, 5))
+    unseen, residual, popular, hubs = (float(fitted[place]) for place in (2, 3, 4, 6))
+    return Calibration(
+        kappa, lexical, unseen, max(0.0, residual), popular, late if evidence.late is not None else 0.0, hubs
     )
-    return Calibration(kappa, lexical, unseen, residual, popular, late if evidence.late is not None else 0.0)
 
 
 def found_first(

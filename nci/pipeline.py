@@ -28,6 +28,7 @@ from nci.config import Config, content_key
 from nci.corpus import Source, fingerprint, open_dataset, read_documents, write_documents
 from nci.errors import ConfigError, IndexCorruptError, IndexNotFoundError
 from nci.evaluate import check_metric
+from nci.hubs import find_hubs
 from nci.making import Made, Making, Stages
 from nci.model import NCIModel
 from nci.pack import DocumentFile, Parts, write_generation
@@ -138,7 +139,9 @@ def _build(
         report["pairs"] = made.pairs
     _keep_curve(made.folder, out / "reports")
     if calibration is not None:
-        assembly = replace(assembly, bias=calibration.bias(assembly.counts([row for _, row in data.real])))
+        hubs = find_hubs(assembly.engine(model), _known(made, data), calibration.drawn_by)
+        counts = assembly.counts([row for _, row in data.real])
+        assembly = replace(assembly, bias=calibration.bias(counts, hubs))
         calibration.apply(model)
         report["calibration"] = asdict(calibration)
     if config.model.query_vector == "auto" and data.dev:
@@ -181,8 +184,7 @@ def _calibrate(
             asked = [(query.text, rows[0]) for query, rows in data.all_dev] + held
             asked = [(text, row) for text, row in asked if is_query(text)]
             leaves = made.assembly.leaf_of_row[[row for _, row in asked]]
-            counts = made.assembly.counts([row for _, row in fold.real])
-            found = _fitted(made, [text for text, _ in asked], leaves, counts, fewer)
+            found = _fitted(made, fold, [text for text, _ in asked], leaves, fewer)
             file.parent.mkdir(exist_ok=True)
             staged = file.with_suffix(".tmp")
             staged.write_text(json.dumps(asdict(found)), encoding="utf-8")
@@ -194,18 +196,21 @@ def _calibrate(
     return calibration
 
 
-def _fitted(
-    made: Made, texts: list[str], leaves: NDArray[np.int64], counts: NDArray[np.int64], fewer: float
-) -> Calibration:
+def _fitted(made: Made, data: TrainingData, texts: list[str], leaves: NDArray[np.int64], fewer: float) -> Calibration:
     """The weights for a build, and how many of some of the texts it finds with and without them; changes its model."""
     search, few = made.assembly.config.search, np.random.default_rng(1).permutation(len(texts))[:_SEARCHED]
     some, wanted = [texts[i] for i in few], leaves[few]
-    engine = made.assembly.engine(made.model)
-    calibration = fit(engine, texts, leaves, counts, fewer=fewer)
+    engine, counts = made.assembly.engine(made.model), made.assembly.counts([row for _, row in data.real])
+    calibration, hubs = fit(engine, texts, leaves, counts, known=_known(made, data), fewer=fewer)
     before = found_first(engine, some, wanted, search)
     calibration.apply(made.model)
-    engine = replace(made.assembly, bias=calibration.bias(counts)).engine(made.model)
+    engine = replace(made.assembly, bias=calibration.bias(counts, hubs)).engine(made.model)
     return compared(calibration, before, found_first(engine, some, wanted, search), counts[wanted] == 0)
+
+
+def _known(made: Made, data: TrainingData) -> list[tuple[str, int]]:
+    """Training queries with the leaves they ask for."""
+    return [(text, int(made.assembly.leaf_of_row[row])) for text, row in data.real]
 
 
 def _documents_stage(source: Source, out: Path, stages: Stages, config: Config) -> tuple[DocumentFile, str]:

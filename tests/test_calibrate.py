@@ -14,13 +14,16 @@ from tiny import Workshop, make_workshop, tiny_config
 
 from nci import pipeline, store
 from nci.anchors import TreeSum
-from nci.calibrate import Calibration, Evidence, compared, fewer_unseen, fit, found_first, gather, withheld
+from nci.calibrate import Calibration, Evidence, _likeliest, compared, fewer_unseen, fit, found_first, gather, withheld
 from nci.config import CalibrateConfig, SearchConfig
+from nci.corpus import open_dataset
+from nci.hubs import find_hubs, read_content
 from nci.index import Index
 from nci.pipeline import build
 from nci.search import Engine
 from nci.search.content import DocumentVectors
 from nci.search.exhaustive import score_all
+from nci.training_data import split_pairs
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +99,7 @@ def test_the_constant_raises_documents_without_queries(engine: Engine) -> None:
     new, old = rng.choice(np.flatnonzero(~seen), 40), rng.choice(np.flatnonzero(seen), 40)
     texts = [f"item{number}" for number in rng.integers(0, 9, 80)]
     counts = np.where(seen, 1, 0)
-    found = fit(engine, texts, np.concatenate([new, old]), counts)
+    found, _ = fit(engine, texts, np.concatenate([new, old]), counts)
     lead = found.popular * np.log(2)
     assert found.unseen - lead > 0.3
     assert found.bias(counts).tolist() == [pytest.approx(lead if each else found.unseen) for each in seen]
@@ -109,7 +112,7 @@ def test_unseen_documents_that_count_as_fewer_need_a_higher_constant(engine: Eng
     rng = np.random.default_rng(0)
     texts = [f"item{number}" for number in rng.integers(0, 9, 400)]
     targets = rng.integers(0, documents, 400)
-    all_of_them, half = (fit(engine, texts, targets, counts, fewer=fewer) for fewer in (1.0, 0.5))
+    all_of_them, half = (fit(engine, texts, targets, counts, fewer=fewer)[0] for fewer in (1.0, 0.5))
     leads = [found.unseen - found.popular * np.log(2) for found in (all_of_them, half)]
     assert leads[1] - leads[0] == pytest.approx(np.log(2), abs=0.1)
 
@@ -133,12 +136,61 @@ def test_as_many_unseen_documents_as_the_index_will_have() -> None:
     assert fewer_unseen(1000, 0, 10) == fewer_unseen(10, 10, 10) == 1, "nothing to compare"
 
 
+def test_hubs_by_hand(engine: Engine) -> None:
+    """What the documents that a query asks for would take is not counted, neither for them nor against others."""
+    weights, known = (4.0, 2.0, 0.0), [(TEXTS[0], 3), (TEXTS[0], 5), (TEXTS[1], 3), (TEXTS[2], 0)]
+    scores = read_content(engine, TEXTS[:3])[1].scores(*weights)
+    for row, leaf in ((0, 3), (0, 5), (1, 3), (2, 0)):
+        scores[row, leaf] = -torch.inf
+    wanted = scores.log_softmax(1).clamp(min=-20).mean(0)
+    torch.testing.assert_close(torch.tensor(find_hubs(engine, known, weights)), wanted - wanted.mean())
+    assert find_hubs(engine, [], weights).tolist() == [0.0] * engine.trie.documents
+
+
+def test_only_the_queries_that_a_document_draws_most_make_it_a_hub(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, known = (4.0, 2.0, 0.0), [(text, 0) for text in TEXTS]
+    log_probs = read_content(engine, TEXTS)[1].scores(*weights)
+    log_probs[:, 0] = -torch.inf
+    wanted = log_probs.log_softmax(1).clamp(min=-20).topk(2, 0).values.mean(0)
+    for at_once in (2**26, 2 * engine.trie.documents):  # all together, two by two
+        monkeypatch.setattr("nci.hubs.DRAWN", 2)
+        monkeypatch.setattr("nci.hubs._AT_ONCE", at_once)
+        found = torch.tensor(find_hubs(engine, known, weights))
+        torch.testing.assert_close(found, wanted - wanted.mean(), atol=1e-4, rtol=1e-4)
+
+
+def test_hubs_are_held_back(engine: Engine) -> None:
+    """All queries ask for documents that draw few others, which nothing else tells apart."""
+    documents, rng = engine.trie.documents, np.random.default_rng(0)
+    hubs = rng.normal(size=documents).astype(np.float32)
+    texts = [f"item{number}" for number in rng.integers(0, 9, 80)]
+    evidence = gather(engine, texts, rng.choice(np.flatnonzero(hubs < 0), 80), np.ones(documents, int))
+    evidence = dataclasses.replace(evidence, hubs=torch.tensor(hubs))
+    start = torch.cat([start_of(engine), torch.zeros(2)])
+    found = _likeliest(evidence, start, TreeSum(engine.trie), 1.0)
+    assert found.hubs < -0.3
+    counts = np.arange(documents) % 2
+    np.testing.assert_allclose(found.bias(counts, hubs) - found.bias(counts), found.hubs * hubs, atol=1e-6)
+
+
+def test_hubs_are_found_by_the_weights_that_were_best_without(engine: Engine) -> None:
+    counts, targets = np.ones(engine.trie.documents, int), np.arange(len(TEXTS))
+    known = [(f"item{number}", number) for number in range(9)]
+    without, nothing = fit(engine, TEXTS, targets, counts)
+    found, hubs = fit(engine, TEXTS, targets, counts, known=known)
+    assert not nothing.any()
+    assert found.drawn_by == without.drawn_by == (without.kappa, without.lexical, without.late)
+    np.testing.assert_allclose(hubs, find_hubs(engine, known, found.drawn_by))
+
+
 def test_documents_that_are_asked_for_often_get_ahead(engine: Engine) -> None:
     """All queries ask for documents with many training queries, which nothing else tells apart."""
     counts = np.where(np.arange(engine.trie.documents) % 4 == 0, 30, 1)
     rng = np.random.default_rng(0)
     texts = [f"item{number}" for number in rng.integers(0, 9, 60)]
-    found = fit(engine, texts, rng.choice(np.flatnonzero(counts > 1), 60), counts)
+    found, _ = fit(engine, texts, rng.choice(np.flatnonzero(counts > 1), 60), counts)
     assert found.popular > 0.2
     assert found.bias(np.array([0, 1, 30])).tolist() == pytest.approx(
         [found.unseen, found.popular * np.log(2), found.popular * np.log(31)]
@@ -151,7 +203,7 @@ def test_a_decoder_that_only_disturbs_is_turned_down(engine: Engine) -> None:
     seen = np.arange(documents) % 2 == 0
     evidence = gather(engine, TEXTS, np.zeros(len(TEXTS), int), seen.astype(int))
     content = evidence.scores(torch.tensor([3.0, 2.0, 0.0, 0.0, 0.0])).argmax(1).numpy()
-    found = fit(engine, TEXTS * 40, np.tile(content, 40), seen.astype(int))
+    found, _ = fit(engine, TEXTS * 40, np.tile(content, 40), seen.astype(int))
     start = float(engine.model.anchor_weights.detach().exp()[0])  # type: ignore[union-attr]
     assert found.residual / found.kappa < 0.5 * 1 / start, "against the content score"
 
@@ -162,7 +214,7 @@ def test_a_handful_of_queries_cannot_carry_the_weights_away(engine: Engine) -> N
     texts = ["apple item0", "item3"]
     evidence = gather(engine, texts, np.zeros(2, int), seen)
     assert evidence.lexical is not None
-    found = fit(engine, texts, evidence.lexical.argmax(1).numpy(), seen)
+    found, _ = fit(engine, texts, evidence.lexical.argmax(1).numpy(), seen)
     start = float(engine.model.anchor_weights.detach().exp()[1])  # type: ignore[union-attr]
     assert found.lexical < 1.5 * start
 
@@ -222,9 +274,14 @@ def test_an_index_is_calibrated_on_what_a_first_build_has_not_seen(
     kappa, lexical = index.engine.model.anchor_weights.exp().tolist()
     assert (kappa, lexical) == (pytest.approx(found["kappa"], rel=1e-4), pytest.approx(found["lexical"], rel=1e-4))
     bias = np.load(generation / "bias.npy")
-    for doc_id, value in zip(index.doc_ids, bias, strict=True):
+    leaf_of = {doc_id: leaf for leaf, doc_id in enumerate(index.doc_ids)}
+    known = [(text, leaf_of[doc_id]) for text, doc_id in split_pairs(open_dataset(beir), "train")]
+    hubs = find_hubs(index.engine, known, found["drawn_by"])
+    assert np.ptp(hubs) > 0.1
+    for doc_id, value, hub in zip(index.doc_ids, bias, hubs, strict=True):
         times = _asked(beir, doc_id)
-        assert value == pytest.approx(found["popular"] * np.log1p(times) if times else found["unseen"], abs=1e-6)
+        prior = found["popular"] * np.log1p(times) if times else found["unseen"]
+        assert value == pytest.approx(prior + found["hubs"] * hub, abs=1e-3)
     assert index.verify(2) == []
     assert index.system("zeroed").search("apple item0", k=3)
     before = index.system("untrained")
@@ -353,8 +410,8 @@ def test_what_was_found_reads_as_a_line() -> None:
         "before": {"seen": 0.8544, "unseen": 0.7219},
         "after": {"seen": 0.8282, "unseen": 0.8903},
     }
-    said = str(Calibration(13.394, 10.002, 0.072, 0.4477, -1.688, found=found))
+    said = str(Calibration(13.394, 10.002, 0.072, 0.4477, -1.688, hubs=-0.521, found=found))
     assert said == (
-        "dense 13.39, BM25 10.00, decoder 0.45, unseen +0.07, often asked -1.69; "
+        "dense 13.39, BM25 10.00, decoder 0.45, unseen +0.07, often asked -1.69, hubs -0.52; "
         "R@1 seen 85.4 -> 82.8 (419), unseen 72.2 -> 89.0 (784)"
     )

@@ -339,11 +339,11 @@ def test_the_weight_grows_where_pieces_alone_know_the_answer(make_engine: MakeEn
     texts = many_texts(80)
     evidence = evidence_of(engine, texts)
     assert evidence.late is not None
-    found = fit(engine, texts, evidence.late.argmax(1).numpy(), np.ones(11, int))
+    found, _ = fit(engine, texts, evidence.late.argmax(1).numpy(), np.ones(11, int))
     assert found.late > 1.5 * engine.model.config.late
     assert found.kappa < 0.8 * 5.0
     # and the other way round, where they know nothing
-    found = fit(engine, texts, evidence.dense.argmax(1).numpy(), np.ones(11, int))
+    found, _ = fit(engine, texts, evidence.dense.argmax(1).numpy(), np.ones(11, int))
     assert found.kappa > 1.5 * 5.0
     assert found.late < 0.8 * engine.model.config.late
 
@@ -353,7 +353,7 @@ def test_without_pieces_no_weight_is_fitted(make_engine: MakeEngine) -> None:
     texts = many_texts(20)
     evidence = evidence_of(engine, texts)
     assert evidence.late is None
-    found = fit(engine, texts, evidence.dense.argmax(1).numpy(), np.ones(11, int))
+    found, _ = fit(engine, texts, evidence.dense.argmax(1).numpy(), np.ones(11, int))
     assert found.late == 0.0
     found.apply(engine.model)
     assert (engine.model.config.late, engine.model.config.chosen_by) == (0.0, None)
@@ -409,7 +409,9 @@ def test_an_applied_calibration_searches_as_it_was_fitted(make_engine: MakeEngin
 
 def test_the_line_names_word_pieces() -> None:
     said = str(Calibration(13.394, 10.002, 0.072, 0.4477, -1.688, 21.756))
-    assert said == "dense 13.39, BM25 10.00, word pieces 21.76, decoder 0.45, unseen +0.07, often asked -1.69"
+    assert (
+        said == "dense 13.39, BM25 10.00, word pieces 21.76, decoder 0.45, unseen +0.07, often asked -1.69, hubs +0.00"
+    )
     assert "pieces" not in str(Calibration(13.394, 10.002, 0.072, 0.4477, -1.688))
 
 

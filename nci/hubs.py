@@ -1,0 +1,77 @@
+"""Queries with their documents -> how strongly each document draws queries that ask for others: hubs.
+
+    hub(d) = mean over the queries it draws most of log p(d | q, not the documents that q asks for), less the mean of all d
+
+A long document, or one of common words, is near to everything and takes the first place from what was asked for. What it
+takes from training queries it will take from others: calibration finds how much of it is to be taken away. p is that of
+the content score. Knows no decoder and no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nci.search import EncodedQueries, Engine
+
+MOST = 3000  # queries that are asked; twice as many find hubs no better
+DRAWN = 20  # queries of the mean
+_LEAST = -20.0  # log p of what a query is far from; how far says nothing
+_AT_ONCE = 2**26  # scores
+
+
+class Content(NamedTuple):
+    """The parts of the content score of some queries, each (queries, documents), before their weights."""
+
+    dense: Tensor  # cosine
+    lexical: Tensor | None  # as a share of the highest
+    late: Tensor | None  # above the worst candidate
+
+    def scores(self, kappa: float, lexical: float, late: float) -> Tensor:
+        total = kappa * self.dense
+        total = total if self.lexical is None else total + lexical * self.lexical
+        return total if self.late is None else total + late * self.late
+
+
+def read_content(engine: Engine, texts: Sequence[str]) -> tuple[EncodedQueries, Content]:
+    """Some queries as the model reads them, and how near each document is to them."""
+    vectors = engine.reference.tables.vectors
+    queries, stored = engine.encode(texts), engine.stored_vectors(texts, len(texts))
+    asked = queries.vectors if stored is None else stored
+    assert vectors is not None and asked is not None
+    lexical = None
+    if engine.lexical is not None:
+        lexical = torch.as_tensor(engine.lexical.normalised(texts), device=vectors.device)
+    return queries, Content(asked.float() @ vectors.T, lexical, queries.late)
+
+
+@torch.no_grad()
+def find_hubs(engine: Engine, pairs: Iterable[tuple[str, int]], weights: Sequence[float]) -> NDArray[np.float32]:
+    """(documents,) in leaf order, 0 on average.
+
+    Args:
+        engine: Searches with a trained model.
+        pairs: Texts and the leaves they ask for.
+        weights: Of the parts of the content score: dense, lexical, late.
+    """
+    asked: dict[str, set[int]] = {}
+    for text, leaf in pairs:
+        asked.setdefault(text, set()).add(leaf)
+    texts, documents = list(asked), engine.trie.documents
+    step = max(1, min(256, _AT_ONCE // documents))
+    best = torch.empty(0, documents, device=engine.device)  # (drawn, documents)
+    chosen = [texts[i] for i in np.random.default_rng(0).permutation(len(texts))[:MOST]]
+    for start in range(0, len(chosen), step):
+        part = chosen[start : start + step]
+        scores = read_content(engine, part)[1].scores(*weights)
+        own = torch.tensor([(row, leaf) for row, text in enumerate(part) for leaf in asked[text]]).T
+        scores[own[0], own[1]] = -torch.inf
+        both = torch.cat([best, scores.log_softmax(1).clamp(min=_LEAST)])
+        best = both.topk(min(DRAWN, len(both)), dim=0).values
+    hubs = best.mean(0) if len(best) else torch.zeros(documents)
+    return np.asarray((hubs - hubs.mean()).float().cpu())
