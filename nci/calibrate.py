@@ -107,8 +107,8 @@ def fewer_unseen(documents: int, seen: int, finally_seen: int) -> float:
         seen: How many have queries in the build.
         finally_seen: The same in the index.
 
-    >>> fewer_unseen(100, 72, 80), fewer_unseen(100, 90, 100)
-    (0.6428571428571428, 0.5)
+    >>> round(fewer_unseen(100, 72, 80), 2), fewer_unseen(100, 90, 100)
+    (0.64, 0.5)
     """
     if not 0 < seen < documents:
         return 1.0
