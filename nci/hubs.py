@@ -72,7 +72,8 @@ def find_hubs(engine: Engine, pairs: Iterable[tuple[str, int]], weights: Sequenc
         scores = read_content(engine, part)[1].scores(*weights)
         own = torch.tensor([(row, leaf) for row, text in enumerate(part) for leaf in asked[text]]).T
         scores[own[0], own[1]] = -torch.inf
-        both = torch.cat([best, scores.log_softmax(1).clamp(min=_LEAST)])
+        log_probs = scores.log_softmax(1).nan_to_num(nan=_LEAST)  # nan: it asks for every document there is
+        both = torch.cat([best, log_probs.clamp(min=_LEAST)])
         best = both.topk(min(DRAWN, len(both)), dim=0).values
     hubs = best.mean(0) if len(best) else torch.zeros(documents)
     return np.asarray((hubs - hubs.mean()).float().cpu())

@@ -144,7 +144,9 @@ def test_hubs_by_hand(engine: Engine) -> None:
         scores[row, leaf] = -torch.inf
     wanted = scores.log_softmax(1).clamp(min=-20).mean(0)
     torch.testing.assert_close(torch.tensor(find_hubs(engine, known, weights)), wanted - wanted.mean())
-    assert find_hubs(engine, [], weights).tolist() == [0.0] * engine.trie.documents
+    everything = [(TEXTS[0], leaf) for leaf in range(engine.trie.documents)]
+    for pairs in ([], everything):  # nothing is drawn from others
+        assert find_hubs(engine, pairs, weights).tolist() == [0.0] * engine.trie.documents
 
 
 def test_only_the_queries_that_a_document_draws_most_make_it_a_hub(
