@@ -141,9 +141,9 @@ class Evidence:
         """
         prior = weights[2] * self.unseen + weights[4] * self.counts.log1p()
         prior = prior if self.hubs is None else prior + weights[6] * self.hubs
-        total = weights[0].exp() * self.dense + prior
-        total = total if self.lexical is None else total + weights[1].exp() * self.lexical
-        return total if self.late is None else total + weights[5].exp() * self.late
+        late = 0.0 if self.late is None else weights[5].exp()
+        content = Content(self.dense, self.lexical, self.late)
+        return content.scores(weights[0].exp(), weights[1].exp(), late) + prior
 
     def log_probs(self, weights: Tensor, tree_sum: TreeSum, fewer: float = 1.0) -> Tensor:
         """log p of each query's target: (queries,); only the siblings along its path count.
@@ -233,6 +233,7 @@ def fit(
 
 
 def _likeliest(evidence: Evidence, start: Tensor, tree_sum: TreeSum, fewer: float) -> Calibration:
+    """The best weights for some evidence; `start` is where the search for them begins, and what it is drawn back to."""
     new = evidence.unseen[evidence.targets] > 0  # (queries,)
     share = torch.where(new, 0.5 / new.sum().clamp(min=1), 0.5 / (~new).sum().clamp(min=1))
     weights = start.clone().requires_grad_(True)

@@ -32,7 +32,8 @@ class Content(NamedTuple):
     lexical: Tensor | None  # as a share of the highest
     late: Tensor | None  # above the worst candidate
 
-    def scores(self, kappa: float, lexical: float, late: float) -> Tensor:
+    def scores(self, kappa: float | Tensor, lexical: float | Tensor, late: float | Tensor) -> Tensor:
+        """All parts with their weights."""
         total = kappa * self.dense
         total = total if self.lexical is None else total + lexical * self.lexical
         return total if self.late is None else total + late * self.late

@@ -23,8 +23,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nci.compare import Task, check_names, judged, ranking_file
-from nci.compare import ranked as rank
+from nci.compare import Task, check_names, judged, ranked, ranking_file
 from nci.console import set_up_logging
 from nci.errors import NciError
 from nci.mps import end_with_parent, shared_gpu
@@ -48,12 +47,12 @@ def rank_in_parallel(
     out: Path,
     *,
     jobs: int,
-    ranked: Callable[[str], None] = lambda name: None,
+    on_ranked: Callable[[str], None] = lambda name: None,
 ) -> None:
     """Make every system with every seed and rank the splits, in so many processes.
 
     What fails is named in one error after all that does not need it is done; the rankings of the others are kept.
-    `ranked` is called with each system as soon as the rankings of all its seeds are there.
+    `on_ranked` is called with each system as soon as the rankings of all its seeds are there.
     """
     check_names(bench, systems)
     queries = {split: judged(bench, split)[0] for split in splits}
@@ -68,11 +67,11 @@ def rank_in_parallel(
         if task in work:
             unranked[task[0]].discard(task)
             if not unranked[task[0]]:
-                ranked(task[0])
+                on_ranked(task[0])
 
     for name in systems:
         if not unranked[name]:
-            ranked(name)
+            on_ranked(name)
     with shared_gpu(bool(work) and jobs > 1 and bench.device != "cpu" and torch.cuda.is_available()):
         failed = _all(bench, work, jobs, ended)
     if failed:
@@ -203,7 +202,7 @@ def _work(bench: Workbench, task: Task, files: Files) -> None:
         elif not files:
             make(bench, name, seed)
         for file, (split, queries) in files.items():
-            rank(bench, task, split, queries, file, timed=False)
+            ranked(bench, task, split, queries, file, timed=False)
     finally:
         bench.made.clear()
         gc.collect()

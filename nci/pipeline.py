@@ -175,7 +175,7 @@ def _calibrate(
         log.info("%-10s left out: only %d queries could be withheld", "calibrate", len(held))
         return None
     log.info("%-10s a first build without the queries of some documents", "calibrate")
-    fewer = fewer_unseen(len(doc_ids), *(len({row for _, row in each.real}) for each in (fold, data)))
+    fewer = fewer_unseen(len(doc_ids), len(fold.seen_rows), len(data.seen_rows))
     file = stages.folder / "calibrate" / f"{content_key(making.key(fold), held, fewer)}.json"
     inner = stages if stages.shared else Stages(stages.folder / "calibrate")
     if not file.exists():

@@ -119,13 +119,13 @@ def compare(args: Namespace) -> int:
     rows = rows_of(workbench, names)
     append = Path(args.append) if args.append else None
 
-    def ranked(name: str) -> None:
+    def add_rows(name: str) -> None:
         if append is not None:
             for row, split in product([row for row in rows if rows[row] == name], splits):
                 append_row(workbench, row, name, split, out, append, metrics=metrics)
 
     if args.jobs > 1:
-        rank_in_parallel(workbench, [*dict.fromkeys(rows.values())], splits, out, jobs=args.jobs, ranked=ranked)
+        rank_in_parallel(workbench, [*dict.fromkeys(rows.values())], splits, out, jobs=args.jobs, on_ranked=add_rows)
     results = [run(workbench, names, splits[0], out, metrics=metrics, append=append)]
     for split in splits[1:]:
         results.append(run(workbench, names, split, out, metrics=metrics, append=append, timed=results[0]))
