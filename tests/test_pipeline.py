@@ -657,16 +657,16 @@ def test_two_processes_build_one_index(encoder: Path, beir: Path, tmp_path: Path
     """torchrun: the first process does the stages, both train, one publishes, and both can open what was published."""
     script = tmp_path / "both.py"
     script.write_text(
-        "import os, sys, nci\n"
+        "import os, pathlib, sys, nci\n"
         "from tiny import tiny_config\n"
         "index = nci.build(sys.argv[2], sys.argv[3], tiny_config(sys.argv[1]), device='cpu')\n"
-        "print('rank', os.environ['RANK'], len(index), index.search('apple item0', k=1)[0].doc_id, flush=True)\n"
+        "seen = f'{len(index)} {index.search(\"apple item0\", k=1)[0].doc_id}'\n"
+        "pathlib.Path(sys.argv[4], os.environ['RANK']).write_text(seen)\n"  # lines of both would mix in one stdout
     )
-    launch = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29571")
-    result = python(*launch, str(script), str(encoder), str(beir), str(tmp_path / "my.index"))
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    result = python(*launch, str(script), str(encoder), str(beir), str(tmp_path / "my.index"), str(tmp_path))
     assert result.returncode == 0, result.stderr[-2000:]
-    assert "rank 0 60 d0" in result.stdout
-    assert "rank 1 60 d0" in result.stdout
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() == "60 d0"
     assert Index(tmp_path / "my.index").verify(2) == []
 
 
