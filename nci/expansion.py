@@ -61,12 +61,13 @@ def left_out(
     idf = np.log1p((len(documents) - frequencies + 0.5) / (frequencies + 0.5))
     idf[lexical.words :] *= config.phrases
     weights = idf.tolist()
-    lengths = [len(lexical.columns_of(words)) for words in documents]
+    held_columns, asked_columns = lexical.columns_of(documents), lexical.columns_of(queries)
+    lengths = [len(columns) for columns in held_columns]
     mean = sum(lengths) / max(1, len(lengths)) or 1.0
     for row, numbers in groupby(sorted(range(len(rows)), key=rows.__getitem__), key=rows.__getitem__):
-        held = Counter(lexical.columns_of(documents[row]).tolist())
+        held = Counter(held_columns[row].tolist())
         for number in numbers:
-            query = lexical.columns_of(queries[number]).tolist()
+            query = asked_columns[number].tolist()
             damping = config.k1 * (1 - config.b + config.b * (lengths[row] - len(query)) / mean)
             scores[number] = sum(
                 times * weights[term] * left / (left + damping)

@@ -214,7 +214,7 @@ def _torch(vectors: Floats, sample: Floats, start: Floats, origin: Floats, itera
             sums += member.T @ points[span]
             counts += member.sum(dim=0)
         centroids = sums / counts.clamp(min=1)[:, None]  # an empty cluster starts again at the origin, the points' mean
-    chunks = (torch.from_numpy(vectors[at : at + CHUNK]).to(device) for at in range(0, len(vectors), CHUNK))
+    chunks = (torch.tensor(vectors[at : at + CHUNK], device=device) for at in range(0, len(vectors), CHUNK))
     found = torch.cat([nearest(chunk - shift).cpu() for chunk in chunks])
     return np.asarray(found.numpy(), dtype=np.int32)
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -75,7 +76,11 @@ class Analyser:
         # A stemmer object is not safe to share between threads, and a new one costs a microsecond.
         stemmer = self._stemmer()
         split = [[word for word in _WORD.findall(text.lower()) if word not in stopwords] for text in texts]
-        return split if stemmer is None else [stemmer.stemWords(words) for words in split]
+        if stemmer is None:
+            return split
+        different = list(set(chain.from_iterable(split)))
+        stems = dict(zip(different, stemmer.stemWords(different), strict=True))
+        return [[stems[word] for word in words] for words in split]
 
 
 class LexicalScores:
@@ -129,12 +134,10 @@ class LexicalScores:
         if k1 < 0 or not 0 <= b <= 1:
             raise ConfigError(f"BM25 needs k1 >= 0 and b between 0 and 1, not k1={k1}, b={b}")
         columns: dict[str, int] = {}
-        rows = [
-            np.array([columns.setdefault(word, len(columns)) if word else -1 for word in words], np.int64)
-            for words in texts
-        ]
-        keys = [_pairs(row, len(columns)) for row in rows] if phrases else []
-        pairs = np.unique(np.concatenate(keys)) if keys else np.zeros(0, np.int64)
+        words = (columns.setdefault(word, len(columns)) if word else -1 for word in chain.from_iterable(texts))
+        row, owners = _flat(words, texts)
+        keys, first = _pairs(row, len(columns), owners) if phrases else (np.zeros(0, np.int64), np.zeros(0, np.int64))
+        pairs, places = np.unique(keys, return_inverse=True)
         if not columns:  # bm25s divides by the mean length
             data, indices = np.zeros(0, np.float32), np.zeros(0, np.int32)
             indptr = np.zeros(1, np.int64)
@@ -145,12 +148,10 @@ class LexicalScores:
                 import bm25s  # type: ignore[import-untyped]
             except ImportError as error:
                 raise MissingPackageError("lexical scores need bm25s: pip install bm25s PyStemmer") from error
-            ids = [row[row >= 0].tolist() for row in rows]
-            for words, found in zip(ids, keys, strict=False):
-                words += (len(columns) + np.searchsorted(pairs, found)).tolist()
+            ids = _by_text(row, owners, len(columns) + places, owners[first], len(texts))
             model = bm25s.BM25(k1=k1, b=b, method="lucene")
             names = dict(enumerate(range(len(columns) + len(pairs))))  # bm25s counts them, and reads them nowhere
-            model.index((ids, names), create_empty_token=False, show_progress=False)
+            model.index(([each.tolist() for each in ids], names), create_empty_token=False, show_progress=False)
             data = model.scores["data"].astype(np.float32, copy=False)
             indices = model.scores["indices"].astype(np.int32, copy=False)
             indptr = model.scores["indptr"].astype(np.int64, copy=False)
@@ -236,18 +237,20 @@ class LexicalScores:
 
     def columns(self, queries: Sequence[str]) -> list[npt.NDArray[np.int32]]:
         """The known words of each query as numbers of columns, then its known phrases; what is asked twice comes twice."""
-        return [self.columns_of(words) for words in self.analyser.words(queries)]
+        return self.columns_of(self.analyser.words(queries))
 
-    def columns_of(self, words: Sequence[str]) -> npt.NDArray[np.int32]:
-        """The same of a text that the analyser has read; a word that is not known parts its neighbours."""
+    def columns_of(self, texts: Sequence[Sequence[str]]) -> list[npt.NDArray[np.int32]]:
+        """The same of texts that the analyser has read; a word that is not known parts its neighbours."""
         known = self._columns
-        row = np.array([known.get(word, -1) for word in words], np.int64)
-        found = row[row >= 0]
-        if len(self._pairs):
-            keys = _pairs(row, len(known))
-            places = np.minimum(np.searchsorted(self._pairs, keys), len(self._pairs) - 1)
-            found = np.concatenate([found, len(known) + places[self._pairs[places] == keys]])
-        return found.astype(np.int32)
+        row, owners = _flat((known.get(word, -1) for word in chain.from_iterable(texts)), texts)
+        if not len(self._pairs):
+            return _by_text(row, owners, row[:0], owners[:0], len(texts))
+        keys, first = _pairs(row, len(known), owners)
+        order, places = keys.argsort(), np.empty_like(keys)
+        places[order] = self._pairs.searchsorted(keys[order])  # in order the search stays in one place of a long list
+        places[places == len(self._pairs)] = 0
+        there = self._pairs[places] == keys
+        return _by_text(row, owners, len(known) + places[there], owners[first[there]], len(texts))
 
     def count_postings(self, words: npt.NDArray[np.integer]) -> int:
         """How many documents hold each of some words, added up."""
@@ -307,11 +310,43 @@ class LexicalScores:
         )
 
 
-def _pairs(row: npt.NDArray[np.int64], words: int) -> npt.NDArray[np.int64]:
-    """Neighbours as one number each, in order, given the columns of a text's words, -1 where there is none.
+def _flat(
+    columns: Iterable[int], texts: Sequence[Sequence[str]]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(words,) the columns of all words of some texts, and the text that each is of."""
+    sizes = [len(words) for words in texts]
+    return np.fromiter(columns, np.int64, sum(sizes)), np.repeat(np.arange(len(texts)), sizes)
 
-    >>> _pairs(np.array([2, 0, -1, 1, 1]), 10).tolist()
-    [20, 11]
+
+def _by_text(
+    words: npt.NDArray[np.int64],
+    owners: npt.NDArray[np.int64],
+    phrases: npt.NDArray[np.int64],
+    phrase_owners: npt.NDArray[np.int64],
+    texts: int,
+) -> list[npt.NDArray[np.int32]]:
+    """Of each text the columns of its words, without those that have none, then those of its phrases."""
+    there = words >= 0
+    both, whose = np.concatenate([words[there], phrases]), np.concatenate([owners[there], phrase_owners])
+    columns = both[whose.argsort(kind="stable")].astype(np.int32)
+    ends = np.bincount(whose, minlength=texts).cumsum().tolist()
+    return [columns[start:end] for start, end in pairwise([0, *ends])]
+
+
+def _pairs(
+    row: npt.NDArray[np.int64], words: int, owners: npt.NDArray[np.integer]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Neighbours as one number each, in order, and where the first of each stands.
+
+    Args:
+        row: Columns of the words of some texts, -1 where there is none.
+        words: How many columns there are.
+        owners: The text that each word is of.
+
+    >>> keys, first = _pairs(np.array([2, 0, -1, 1, 1, 3]), 10, np.array([0, 0, 0, 0, 0, 1]))
+    >>> keys.tolist(), first.tolist()
+    ([20, 11], [0, 3])
     """
-    first, second = row[:-1], row[1:]
-    return (first * words + second)[(first >= 0) & (second >= 0)]
+    near = (row[:-1] >= 0) & (row[1:] >= 0) & (owners[:-1] == owners[1:])
+    (first,) = np.nonzero(near)
+    return row[first] * words + row[first + 1], first

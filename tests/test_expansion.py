@@ -112,6 +112,17 @@ def test_a_phrase_counts_where_its_words_are_neighbours_in_order_and_in_one_text
     assert lexical.scores(["cats red"])[0, 2] > words.scores(["cats red"])[0, 2], "stop words are not read"
 
 
+@given(made=collections(), asked=st.lists(texts, max_size=5), phrases=st.sampled_from([0.0, 0.3]))
+@settings(max_examples=60, deadline=None)
+def test_columns_of_many_texts_are_those_of_each(
+    made: tuple[list[str], Appended], asked: list[str], phrases: float
+) -> None:
+    lexical, _ = expanded_scores(*made, LexicalConfig(phrases=phrases))
+    together = [columns.tolist() for columns in lexical.columns(asked)]
+    assert together == [columns.tolist() for text in asked for columns in lexical.columns([text])]
+    assert len(together) == len(asked)
+
+
 def test_phrases_survive_storing_and_renumbering(tmp_path: Path) -> None:
     contents = ["red cats run", "blue cats", "red dogs run red cats"]
     lexical, _ = expanded_scores(contents, [], LexicalConfig(phrases=0.3))
