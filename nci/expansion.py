@@ -3,6 +3,9 @@
 A query that is appended to its document matches it word for word, which a query of tomorrow does not: read like that in
 training, the lexical score would seem better than it is. So a training query is scored against its own document as if it
 were not appended there (`OwnScores`); the scores of all other documents, and all of search, read every query.
+
+A word that many training queries have says little about which document is meant, however rare it is in documents ("which",
+"total", "listed"): the more have it, the less it counts.
 """
 
 from __future__ import annotations
@@ -18,6 +21,11 @@ from nci.config import LexicalConfig
 from nci.lexical import BREAK, Analyser, LexicalScores
 from nci.pairs import SOURCES, Pair, first_of_each
 
+VERSION = 2
+"""Raise it when equal input begins to give other scores."""
+
+_FEW = 1000  # queries: that a word is in most of fewer than these says little
+
 Appended = list[tuple[str, int]]
 """Queries and the documents, by number, that they are appended to."""
 
@@ -30,16 +38,31 @@ def appended_queries(
 
 
 def expanded_scores(
-    contents: Sequence[str], appended: Appended, config: LexicalConfig
+    contents: Sequence[str], appended: Appended, config: LexicalConfig, asked: Iterable[str] = ()
 ) -> tuple[LexicalScores, NDArray[np.float32]]:
-    """Scores of the documents, each followed by its queries on lines of their own, and `left_out` of every query."""
-    analyser = Analyser()
+    """Scores of the documents, each followed by its queries on lines of their own, and `left_out` of every query.
+
+    Args:
+        asked: Training queries, for what a word counts; appended or not.
+    """
+    analyser = Analyser(runs=True)
     documents = analyser.words(contents)
     queries = analyser.words([text for text, _ in appended])
     for words, (_, document) in zip(queries, appended, strict=True):
         documents[document] += [BREAK, *words]
     lexical = LexicalScores.from_words(documents, analyser=analyser, k1=config.k1, b=config.b, phrases=config.phrases)
-    return lexical, left_out(lexical, documents, queries, [document for _, document in appended], config)
+    factors = rarity(lexical, list(dict.fromkeys(asked))) ** config.rarity
+    rows = [document for _, document in appended]
+    return lexical.weighted(factors), left_out(lexical, documents, queries, rows, config, factors)
+
+
+def rarity(lexical: LexicalScores, asked: Sequence[str]) -> NDArray[np.float64]:
+    """(columns,) of each word and phrase, 1 if no query has it and near 0 if all have it, of a thousand or more."""
+    counts = np.zeros(lexical.words + lexical.phrases)
+    for columns in lexical.columns(asked):
+        counts[np.unique(columns)] += 1
+    factors: NDArray[np.float64] = 1 - np.log1p(counts) / np.log(2 + max(len(asked), _FEW))
+    return factors
 
 
 def left_out(
@@ -48,6 +71,7 @@ def left_out(
     queries: Sequence[list[str]],
     rows: Sequence[int],
     config: LexicalConfig,
+    factors: NDArray[np.floating],
 ) -> NDArray[np.float32]:
     """(queries,) BM25 of each query for the document in its row, which has its words, had it not been appended there once.
 
@@ -60,6 +84,7 @@ def left_out(
     frequencies = lexical.document_frequencies()
     idf = np.log1p((len(documents) - frequencies + 0.5) / (frequencies + 0.5))
     idf[lexical.words :] *= config.phrases
+    idf *= factors  # what each word and phrase counts
     weights = idf.tolist()
     held_columns, asked_columns = lexical.columns_of(documents), lexical.columns_of(queries)
     lengths = [len(columns) for columns in held_columns]

@@ -25,6 +25,7 @@ from nci.errors import ConfigError, IndexCorruptError, MissingPackageError
 FORMAT = 2
 BREAK = ""  # stands between words that are no neighbours
 _WORD = re.compile(r"(?u)\b\w\w+\b")
+_RUN = re.compile(r"(?u)[^\W_]+")
 # Lucene's list, which bm25s uses for English too: kept here so that an index reads the same whatever bm25s does later.
 # fmt: off
 _STOPWORDS = frozenset({
@@ -41,15 +42,20 @@ class _Stemmer(Protocol):
 
 @dataclass(frozen=True)
 class Analyser:
-    """How a text becomes words: lower case, two letters or more, stop words out, stems.
+    """How a text becomes words: lower case, stop words out, stems.
 
     Args:
         stemmer: A Snowball algorithm by name ("english", "german", ...), or None to keep words as they are.
         stopwords: "en" for the 33 English stop words of Lucene, or None to keep them all.
+        runs: Every run of letters and digits is a word, be it one letter: snake_case is two. Else as bm25s has it.
+
+    >>> Analyser(runs=True).words(["{{castle_name}} -v 5"]), Analyser().words(["{{castle_name}} -v 5"])
+    ([['castl', 'name', 'v', '5']], [['castle_nam']])
     """
 
     stemmer: str | None = "english"
     stopwords: Literal["en"] | None = "en"
+    runs: bool = False
 
     def __post_init__(self) -> None:
         if self.stopwords not in ("en", None):
@@ -75,7 +81,8 @@ class Analyser:
         stopwords = _STOPWORDS if self.stopwords else frozenset[str]()
         # A stemmer object is not safe to share between threads, and a new one costs a microsecond.
         stemmer = self._stemmer()
-        split = [[word for word in _WORD.findall(text.lower()) if word not in stopwords] for text in texts]
+        find = (_RUN if self.runs else _WORD).findall
+        split = [[word for word in find(text.lower()) if word not in stopwords] for text in texts]
         if stemmer is None:
             return split
         different = list(set(chain.from_iterable(split)))
@@ -231,6 +238,11 @@ class LexicalScores:
         """How many columns belong to words; those of phrases come behind."""
         return len(self._columns)
 
+    @property
+    def phrases(self) -> int:
+        """How many columns belong to phrases."""
+        return len(self._pairs)
+
     def document_frequencies(self) -> npt.NDArray[np.int64]:
         """(columns,) how many documents hold each word and phrase."""
         return np.diff(self._indptr)
@@ -294,19 +306,26 @@ class LexicalScores:
         """BM25 of every document, as a share of each query's highest."""
         return self.normalised_columns(self.columns(queries))
 
+    def weighted(self, factors: npt.NDArray[np.floating]) -> LexicalScores:
+        """The same scores with each word and phrase counting so many times what it does: (columns,) factors."""
+        data = self._data * np.repeat(factors, np.diff(self._indptr))
+        return self._with(data=data.astype(np.float32))
+
     def renumbered(self, row_of: npt.NDArray[np.integer]) -> LexicalScores:
         """The same scores with document i in row row_of[i]."""
         word = np.repeat(np.arange(len(self._indptr) - 1), np.diff(self._indptr))
         rows = np.asarray(row_of)[self._indices]
         order = np.lexsort((rows, word))
+        return self._with(data=np.asarray(self._data)[order], indices=rows[order].astype(np.int32))
+
+    def _with(self, **changed: npt.NDArray[Any]) -> LexicalScores:
+        parts: dict[str, Any] = {"data": self._data, "indices": self._indices, "indptr": np.asarray(self._indptr)}
         return LexicalScores(
             analyser=self.analyser,
             vocabulary=list(self._columns),
-            data=np.asarray(self._data)[order],
-            indices=rows[order].astype(np.int32),
-            indptr=np.asarray(self._indptr),
             documents=self.documents,
             pairs=self._pairs,
+            **(parts | changed),
         )
 
 

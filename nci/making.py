@@ -26,6 +26,7 @@ from nci.embed import embed_documents
 from nci.embed import fingerprint as encoder_fingerprint
 from nci.encoders import TextEncoder, fetch_encoder
 from nci.errors import ConfigError
+from nci.expansion import VERSION as LEXICAL_VERSION
 from nci.expansion import OwnScores, appended_queries, expanded_scores
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
@@ -231,15 +232,16 @@ def _lexical_stage(
     if config.model.anchor != "exact" or config.model.score != "dense+bm25":
         return None, None
     appended = appended_queries(config.lexical, real=data.real, generated=data.generated)
+    asked = [text for text, _ in data.real] if config.lexical.rarity else []
 
     def work(folder: Path) -> str:
         contents = [document.content for document in load_documents(documents.path)]
-        lexical, own = expanded_scores(contents, appended, config.lexical)
+        lexical, own = expanded_scores(contents, appended, config.lexical, asked)
         lexical.save(folder)
         np.save(folder / "own.npy", own, allow_pickle=False)
         return f"BM25 weights with {len(appended):,} queries" if appended else "BM25 weights"
 
-    folder = stages.run("lexical", content_key(corpus_key, config.lexical, appended), work)
+    folder = stages.run("lexical", content_key(corpus_key, LEXICAL_VERSION, config.lexical, appended, asked), work)
     own = np.load(folder / "own.npy", allow_pickle=False)
     return LexicalScores.load(folder), OwnScores(appended, own) if appended else None
 
@@ -269,7 +271,7 @@ def _plan_stage(
     prompt = encoder.prompt("query")
     stored = config.model.anchor != "none" and config.model.query_vector == "stored"
     depends = (data.real, data.generated, config.pairs, config.train.batch_size, config.train.epochs)
-    words = None if lexical is None else config.lexical
+    words = None if lexical is None else (LEXICAL_VERSION, config.lexical)
     key = content_key(input_key, *depends, prompt, config.model.encoder, config.embed, words, stored)
 
     def work(folder: Path) -> str:

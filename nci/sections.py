@@ -138,6 +138,7 @@ class LexicalConfig(Section):
         training: Append a document's training queries to its text; a query is not counted where it itself is learned.
         generated: Append so many of its generated queries, where there are some.
         phrases: What two neighbouring words count when they meet as such, where a word counts 1; 0 reads words only.
+        rarity: How much less a word counts the more training queries have it; 0 leaves it as it is.
         k1: How soon repeated words stop counting.
         b: How much long documents are held back.
     """
@@ -145,12 +146,13 @@ class LexicalConfig(Section):
     training: bool = False
     generated: int = 30
     phrases: float = 0.3
+    rarity: float = 0.5
     k1: float = 0.9
     b: float = 0.4
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(self, {"generated": 0, "phrases": 0}, "--lexical.")
+        check_least(self, {"generated": 0, "phrases": 0, "rarity": 0}, "--lexical.")
         check(self.k1 >= 0 and 0 <= self.b <= 1, "--lexical.k1 is at least 0 and --lexical.b from 0 to 1")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from nci.pairs import SOURCES, BatchPlan, Pair
 from nci.pipeline import build
 
 REAL, SPAN, GENERATED = map(SOURCES.index, ("real", "span", "generated"))
-WORDS = ["red", "greens", "blue", "cats", "dog", "runs", "the", "Ähre", "x", "!"]
+WORDS = ["red", "greens", "blue", "cats", "dog", "runs", "the", "Ähre", "x", "!", "red_cats"]
+READER = Analyser(runs=True)
 texts = st.lists(st.sampled_from(WORDS), max_size=8).map(" ".join)
 
 
@@ -46,13 +48,24 @@ def joined(contents: list[str], appended: Appended) -> list[str]:
 
 def terms(text: str) -> list[str | tuple[str, str]]:
     """Words, and pairs of neighbours."""
-    parts = Analyser().words(text.split(SEPARATOR))
+    parts = READER.words(text.split(SEPARATOR))
     return [*chain(*parts), *(pair for words in parts for pair in pairwise(words))]
 
 
-def naive(texts: list[str], query: str, row: int, config: LexicalConfig, *, without: bool) -> float:
-    """Lucene's BM25 of one query for one document, which may lack the query's own words once."""
+def plain(texts: list[str], **parameters: float) -> LexicalScores:
+    """BM25 of words alone."""
+    return LexicalScores.from_words(READER.words(texts), analyser=READER, **({"k1": 0.9, "b": 0.4} | parameters))
+
+
+def naive(
+    texts: list[str], query: str, row: int, config: LexicalConfig, *, without: bool, known: Sequence[str] = ()
+) -> float:
+    """Lucene's BM25 of one query for one document, which may lack the query's own words once.
+
+    What many of the known queries ask for counts less.
+    """
     documents, asked = [terms(text) for text in texts], terms(query)
+    held = [set(terms(text)) for text in set(known)]
     mean = np.mean([len(document) for document in documents])
     length = len(documents[row]) - without * len(asked)
     score = 0.0
@@ -61,6 +74,8 @@ def naive(texts: list[str], query: str, row: int, config: LexicalConfig, *, with
         tf = documents[row].count(term) - without * asked.count(term)
         if tf:
             weight = config.phrases if isinstance(term, tuple) else 1.0
+            frequent = math.log(1 + sum(term in each for each in held)) / math.log(2 + max(len(held), 1000))
+            weight *= (1 - frequent) ** config.rarity
             idf = math.log(1 + (len(texts) - df + 0.5) / (df + 0.5))
             score += weight * idf * tf / (tf + config.k1 * (1 - config.b + config.b * length / mean))
     return score
@@ -72,20 +87,22 @@ def naive(texts: list[str], query: str, row: int, config: LexicalConfig, *, with
     k1=st.sampled_from([0.0, 0.9, 2.0]),
     b=st.sampled_from([0.0, 0.4, 1.0]),
     phrases=st.sampled_from([0.3, 2.0]),
+    rarity=st.sampled_from([0.0, 0.5, 1.0]),
+    known=st.lists(texts, max_size=6),
 )
 def test_scores_with_and_without_the_query_follow_the_formula(
-    made: tuple[list[str], Appended], k1: float, b: float, phrases: float
+    made: tuple[list[str], Appended], k1: float, b: float, phrases: float, rarity: float, known: list[str]
 ) -> None:
     contents, appended = made
-    config = LexicalConfig(k1=k1, b=b, phrases=phrases)
-    lexical, own = expanded_scores(contents, appended, config)
+    config = LexicalConfig(k1=k1, b=b, phrases=phrases, rarity=rarity)
+    lexical, own = expanded_scores(contents, appended, config, known)
     whole = joined(contents, appended)
     assert own.shape == (len(appended),)
     assert own.dtype == np.float32
     for score, (query, row) in zip(own, appended, strict=True):
-        assert score == pytest.approx(naive(whole, query, row, config, without=True), abs=1e-5)
+        assert score == pytest.approx(naive(whole, query, row, config, without=True, known=known), abs=1e-5)
         found = lexical.scores([query])[0, row]
-        assert found == pytest.approx(naive(whole, query, row, config, without=False), abs=1e-5)
+        assert found == pytest.approx(naive(whole, query, row, config, without=False, known=known), abs=1e-5)
         if b == 0:  # else a shorter document may be worth more than the words in it
             assert score <= found + 1e-6
 
@@ -95,9 +112,22 @@ def test_scores_with_and_without_the_query_follow_the_formula(
 def test_documents_are_read_with_their_queries_on_lines_of_their_own(made: tuple[list[str], Appended]) -> None:
     contents, appended = made
     lexical, _ = expanded_scores(contents, appended, LexicalConfig(k1=1.2, b=0.7, phrases=0))
-    wanted = LexicalScores.build(joined(contents, appended), k1=1.2, b=0.7)
+    wanted = plain(joined(contents, appended), k1=1.2, b=0.7)
     assert lexical.document_frequencies().tolist() == wanted.document_frequencies().tolist()
     assert all((one == two).all() for one, two in zip(lexical.postings, wanted.postings, strict=True))
+
+
+def test_a_word_of_many_queries_counts_less() -> None:
+    contents = ["which red", "cats red", "dog"]
+    known = [f"which number{i}" for i in range(2000)] + ["cats"]
+    more, _ = expanded_scores(contents, [], LexicalConfig(rarity=1.0), known)
+    less, _ = expanded_scores(contents, [], LexicalConfig(rarity=0.0), known)
+    again, _ = expanded_scores(contents, [], LexicalConfig(rarity=1.0), known * 2)
+    before, after = less.scores(["which", "cats", "red"]).max(1), more.scores(["which", "cats", "red"]).max(1)
+    assert 0 < after[0] < 0.01 * before[0], "nearly all have it; it still finds where nothing else is asked"
+    assert 0.9 * before[1] < after[1] < before[1]
+    assert after[2] == before[2]
+    np.testing.assert_array_equal(again.postings[0], more.postings[0], "the same query twice is one")
 
 
 def test_a_phrase_counts_where_its_words_are_neighbours_in_order_and_in_one_text() -> None:
@@ -202,7 +232,8 @@ def test_the_plan_knows_the_score_of_every_pair_without_itself(finished: Path) -
     for number, (query, row) in enumerate(queries):
         score = float(plan.own_lexical[number])
         if (query, row) in appended:
-            assert score == pytest.approx(naive(whole, query, row, LexicalConfig(), without=True), abs=1e-5)
+            wanted = naive(whole, query, row, LexicalConfig(), without=True, known=[text for text, _ in real])
+            assert score == pytest.approx(wanted, abs=1e-5)
             assert score < lexical.scores([query])[0, row], "appended, it would find itself"
         else:
             assert np.isnan(score)
@@ -216,16 +247,16 @@ def test_search_reads_all_queries(finished: Path) -> None:
     assert index.engine.lexical is not None
     for text, doc_id in make_queries(make_documents()[:6:2], seed=2, each=2):
         leaf = index.doc_ids.index(doc_id)
-        found, plain = index.engine.lexical.scores([text])[0, leaf], lexical.scores([text])[0, int(doc_id[1:])]
-        assert found == plain > 0
+        found, wanted = index.engine.lexical.scores([text])[0, leaf], lexical.scores([text])[0, int(doc_id[1:])]
+        assert found == wanted > 0
 
 
 def test_without_queries_the_scores_are_those_of_the_documents(encoder: Path, beir: Path, tmp_path: Path) -> None:
-    lexical = {"training": False, "generated": 0, "phrases": 0.0}
+    lexical = {"training": False, "generated": 0, "phrases": 0.0, "rarity": 0.0}
     config = tiny_config(encoder, lexical=lexical, pairs={"generated": 1.0})
     build(beir, tmp_path, config, generated=[("apple", "d1")])
     found, plan = written(tmp_path)
-    wanted = LexicalScores.build([document.content for document in make_documents()])
+    wanted = plain([document.content for document in make_documents()])
     assert plan.own_lexical is None
     assert found.document_frequencies().tolist() == wanted.document_frequencies().tolist()
     assert all((one == two).all() for one, two in zip(found.postings, wanted.postings, strict=True))
