@@ -246,11 +246,11 @@ def compare(argv: Sequence[str]) -> ArgumentParser:
     )
     parser.add_argument("--device", default=None, help="cpu or cuda; a GPU is used where there is one.")
     parser.add_argument("--json", metavar="FILE", default=None, help="Write one JSON object; - is standard output.")
-    from nci.baselines.settings import BASELINES, NAMED, USUAL
+    from nci.baselines.settings import BASELINES, NAMED, usual_settings
 
     for name, section in BASELINES.items():
         parser.add_class_arguments(section, name, skip=NAMED.get(name, set()))
-        usual = {"encoder": None, **USUAL.get(name, {})}
+        usual = usual_settings(name, None)
         if name == "dense":  # any of its flags means vectors of its own, in place of the index's
             usual = dict.fromkeys(field.name for field in fields(section) if field.name not in NAMED[name])
         parser.set_defaults({f"{name}.{key}": value for key, value in usual.items()})

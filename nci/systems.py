@@ -151,7 +151,8 @@ def _bm25(bench: Workbench, extra: Iterable[tuple[str, str]] = (), *, okapi: boo
     more: dict[str, list[str]] = {}
     for query, doc_id in extra:
         more.setdefault(doc_id, []).append(query)
-    system = BM25.rank_bm25(bench.documents) if okapi else BM25(bench.documents, extra=more)
+    settings = asdict(bench.settings["bm25"])
+    system = BM25.rank_bm25(bench.documents) if okapi else BM25(bench.documents, extra=more, **settings)
     return system, system.index_bytes
 
 
@@ -305,6 +306,7 @@ SHARED: dict[str, Callable[[Workbench], object]] = {
 SECTION = {
     **{"bert-bruteforce": "dense", "bert-faiss": "dense", "knn": "knn", "seal": "seal", "rerank": "rerank"},
     **dict.fromkeys(("dpr", "ance", "ance-maxp"), "dual"),
+    **dict.fromkeys(("bm25", "bm25+trainq", "bm25+qg", "bm25+qg50"), "bm25"),
 }
 # What a name stood for before was another system.
 CHANGED = {"nci-untrained": ["calibrated"], "sum": ["fewer unseen"], "const": ["fewer unseen"]}

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from nci.assembly import load_embedder
 from nci.baselines import Searcher
-from nci.baselines.settings import BASELINES, USUAL
+from nci.baselines.settings import BASELINES, usual_settings
 from nci.calibrate import fewer_unseen, withheld
 from nci.config import CalibrateConfig, Config, CorpusConfig, content_key
 from nci.corpus import Dataset, fingerprint
@@ -64,7 +64,7 @@ class Workbench:
     def __post_init__(self) -> None:
         self.settings: dict[str, Any] = {}
         for section, kind in BASELINES.items():
-            usual = {"encoder": self.config.embed.encoder, **USUAL.get(section, {})}
+            usual = usual_settings(section, self.config.embed.encoder)
             self.settings[section] = kind(**{**usual, **self.baselines.get(section, {})})
 
     @cached_property

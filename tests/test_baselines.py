@@ -234,6 +234,9 @@ def test_bm25_reads_titles_and_extra_queries() -> None:
     assert {hit.doc_id for hit in more.search("fruit")} == {"a", "b"}
     assert BM25(documents, stemmer=None).search("apple") == []
     assert BM25(documents, stopwords=None).search("") == BM25([]).search("anything") == []
+    names = [Document("a", "--file {{castle_name}} -v")]
+    assert BM25(names).search("castle") == BM25(names).search("v") == []
+    assert [hit.doc_id for hit in BM25(names, runs=True).search(["castle", "v"])[0]] == ["a"]
 
 
 def test_one_query_or_many_and_ties_by_doc_id() -> None:

@@ -135,15 +135,18 @@ def test_other_data_or_settings_are_other_systems(workbench: Workbench, tmp_path
         "ways to generate them": replace(workbench, generated_from=Recipe()),
         "settings of the index": replace(workbench, config=beam),
         "settings of a baseline": replace(workbench, baselines={"dual": {"lr": 1e-4}}),
+        "how BM25 reads": replace(workbench, baselines={"bm25": {"runs": True}}),
     }
     changes = {
-        "bm25": set(),
-        "bm25+qg": {"generated queries", "ways to generate them"},
+        "bm25": {"how BM25 reads"},
+        "bm25-okapi": set(),
+        "bm25+trainq": {"how BM25 reads"},
+        "bm25+qg": {"generated queries", "ways to generate them", "how BM25 reads"},
         "nci": {"generated queries", "ways to generate them", "settings of the index"},
         "nci-noqg": {"settings of the index"},
         "dsi": {"settings of the index"},
         "dpr": {"settings of a baseline"},
-        "rrf:bm25+dpr": {"settings of a baseline"},
+        "rrf:bm25+dpr": {"settings of a baseline", "how BM25 reads"},
         "rerank:nci": {"generated queries", "ways to generate them", "settings of the index"},
     }
     for name, wanted in changes.items():

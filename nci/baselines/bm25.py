@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from nci.baselines import Baseline, Shelf
 from nci.baselines.okapi import okapi_scores
-from nci.lexical import LexicalScores
+from nci.lexical import Analyser, LexicalScores
 from nci.records import Document, Hits
 
 Extra = Mapping[str, Sequence[str]]
@@ -30,6 +30,7 @@ class BM25(Baseline):
         b: How much long documents are held back.
         stemmer: A Snowball algorithm by name, or None.
         stopwords: "en", or None to keep every word.
+        runs: Every run of letters and digits is a word, see `nci.lexical.Analyser`.
         extra: Queries known to ask for a document, by doc_id: appended to its text.
         name: What hits say they come from.
     """
@@ -42,12 +43,14 @@ class BM25(Baseline):
         b: float = 0.4,
         stemmer: str | None = "english",
         stopwords: Literal["en"] | None = "en",
+        runs: bool = False,
         extra: Extra | None = None,
         name: str = "bm25",
     ) -> None:
         self._shelf = Shelf(documents, source=name)
         texts = _texts(self._shelf, extra)
-        self._lexical = LexicalScores.build(texts, k1=k1, b=b, stemmer=stemmer, stopwords=stopwords)
+        analyser = Analyser(stemmer, stopwords, runs)
+        self._lexical = LexicalScores.from_words(analyser.words(texts), analyser=analyser, k1=k1, b=b)
 
     @classmethod
     def rank_bm25(

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from nci.contrast_settings import ContrastSettings
 from nci.errors import ConfigError, check_least
+
+
+@dataclass(frozen=True)
+class BM25Settings:
+    """How BM25 reads texts and weighs words; bm25-okapi has its own.
+
+    Args:
+        k1: How soon repeated words stop counting.
+        b: How much long documents are held back.
+        stemmer: A Snowball algorithm by name (english, german, ...), or null to keep words as they are.
+        stopwords: en, or null to keep every word.
+        runs: Every run of letters and digits is a word, as in an index: snake_case is two. Else as bm25s has it.
+    """
+
+    k1: float = 0.9
+    b: float = 0.4
+    stemmer: str | None = "english"
+    stopwords: Literal["en"] | None = "en"
+    runs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.k1 < 0 or not 0 <= self.b <= 1:
+            raise ConfigError(f"BM25 needs k1 >= 0 and b between 0 and 1, not k1={self.k1}, b={self.b}")
 
 
 @dataclass(frozen=True)
@@ -201,6 +224,7 @@ class RerankSettings:
 
 
 BASELINES: dict[str, type] = {
+    "bm25": BM25Settings,
     "dense": DenseSettings,
     "knn": KnnSettings,
     "dual": DualSettings,
@@ -214,6 +238,12 @@ USUAL: dict[str, dict[str, Any]] = {"dual": {"refreshes": 3}}
 
 NAMED: dict[str, set[str]] = {"dense": {"similarity", "backend"}, "dual": {"passage"}}
 """What the name of a system decides, so that no flag does."""
+
+
+def usual_settings(section: str, encoder: str | None) -> dict[str, Any]:
+    """What a comparison sets of a section where nobody says otherwise: the index's encoder, where it has one, and USUAL."""
+    reads = "encoder" in {each.name for each in fields(BASELINES[section])}
+    return ({"encoder": encoder} if reads else {}) | USUAL.get(section, {})
 
 
 def check_similarity(similarity: str) -> None:
