@@ -25,7 +25,7 @@ else
   MAIN=${MAIN:-nci nci-zeroed nci-pure}
   ROWS=${ROWS:-base no-generated no-documents no-pawa no-semantic no-regularisation constrained unconstrained
     layers-0 layers-1 layers-2 layers-4 layers-6 layers-8 alpha-0 alpha-0.1 alpha-0.15 alpha-0.2 alpha-0.3
-    nci-no-generated nci-no-documents no-lexical no-lexical-queries no-pieces no-tuning no-calibration}
+    nci-no-generated nci-no-documents no-lexical no-lexical-queries no-rarity no-pieces no-tuning no-calibration}
 fi
 BASE=${BASE:-nci-pure} # what the paper's rows change
 EPOCHS=${EPOCHS:-}     # of the paper's rows; none: as many as the base has
@@ -56,6 +56,7 @@ system_of() { # ROW
     nci-no-documents) echo "$1=nci[pairs.span_share=0]" ;;
     no-lexical) echo "$1=nci[model.score=dense]" ;;
     no-lexical-queries) echo "$1=nci[lexical.training=false,lexical.generated=0]" ;;
+    no-rarity) echo "$1=nci[lexical.rarity=0]" ;;
     no-pieces) echo "$1=nci[embed.pieces=0]" ;;
     no-tuning) echo "$1=nci[tune.epochs=0,tune.refreshes=0]" ;;
     no-calibration) echo "$1=nci[calibrate.share=0]" ;;
@@ -115,6 +116,7 @@ parts = {
     "anchors": ("nci", "nci-pure", "", ""),
     "lexical score": ("nci", "no-lexical", "", ""),
     "queries in the lexical score": ("nci", "no-lexical-queries", "", ""),
+    "rarity among queries in the lexical score": ("nci", "no-rarity", "", ""),
     "late interaction": ("nci", "no-pieces", "", ""),
     "tuning of the encoder": ("nci", "no-tuning", "", ""),
     "calibration": ("nci", "no-calibration", "", ""),
@@ -144,7 +146,7 @@ for row in $ROWS; do
   system=$(system_of "$row")
   case $row in
     base) ;;
-    nci-* | no-lexical* | no-pieces | no-tuning | no-calibration) ours+=,$system ;;
+    nci-* | no-lexical* | no-rarity | no-pieces | no-tuning | no-calibration) ours+=,$system ;;
     *) paper+=,$system ;;
   esac
 done

@@ -73,6 +73,7 @@ OURS: dict[str, dict[str, object]] = {
     "nci-no-documents": CHANGES["no-documents"],
     "no-lexical": {"model.score": "dense"},
     "no-lexical-queries": {"lexical.training": False, "lexical.generated": 0},
+    "no-rarity": {"lexical.rarity": 0},
     "no-pieces": {"embed.pieces": 0},
     "no-tuning": {"tune.epochs": 0, "tune.refreshes": 0},
     "no-calibration": {"calibrate.share": 0},
