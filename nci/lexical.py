@@ -25,7 +25,9 @@ from nci.errors import ConfigError, IndexCorruptError, MissingPackageError
 FORMAT = 2
 BREAK = ""  # stands between words that are no neighbours
 _WORD = re.compile(r"(?u)\b\w\w+\b")
-_RUN = re.compile(r"(?u)[^\W_]+")
+UNSPACED = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f"
+"""Characters of scripts that put no blanks between words, or few: each stands for one. As part of a regular expression."""
+_RUN = re.compile(rf"(?u)[{UNSPACED}]|[^\W_{UNSPACED}]+")
 # Lucene's list, which bm25s uses for English too: kept here so that an index reads the same whatever bm25s does later.
 # fmt: off
 _STOPWORDS = frozenset({
@@ -47,10 +49,11 @@ class Analyser:
     Args:
         stemmer: A Snowball algorithm by name ("english", "german", ...), or None to keep words as they are.
         stopwords: "en" for the 33 English stop words of Lucene, or None to keep them all.
-        runs: Every run of letters and digits is a word, be it one letter: snake_case is two. Else as bm25s has it.
+        runs: Every run of letters and digits is a word, be it one letter: snake_case is two; where a script has no blanks
+            between words, every character is one. Else as bm25s has it.
 
-    >>> Analyser(runs=True).words(["{{castle_name}} -v 5"]), Analyser().words(["{{castle_name}} -v 5"])
-    ([['castl', 'name', 'v', '5']], [['castle_nam']])
+    >>> Analyser(runs=True).words(["{{castle_name}} -v 5", "東京塔"]), Analyser().words(["{{castle_name}} -v 5", "東京塔"])
+    ([['castl', 'name', 'v', '5'], ['東', '京', '塔']], [['castle_nam'], ['東京塔']])
     """
 
     stemmer: str | None = "english"

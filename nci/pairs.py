@@ -22,14 +22,13 @@ from tqdm import tqdm
 
 from nci.config import PairsConfig
 from nci.errors import ConfigError
+from nci.lexical import UNSPACED
 from nci.progress import hide_bars
 from nci.records import Document
 
 SOURCES = ("real", "span", "generated")
 # A term is a run of non-blanks; where a script puts no blanks between words, every character is one.
-_TERM = re.compile(
-    r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f]|[^\s\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f]+"
-)
+_TERM = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
 _WINDOW = 64  # batches whose pairs are sorted by length together
 _BLOCK = 4096  # texts tokenised together
 

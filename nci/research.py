@@ -96,7 +96,9 @@ def compare(args: Namespace) -> int:
     for split in splits:
         dataset.qrels(split)
     generated = generated_source(args.generated, names, per_document=args.per_document, encoder=config.embed.encoder)
-    given = {name: {k: v for k, v in vars(getattr(args, name)).items() if v is not None} for name in BASELINES}
+    given = {name: vars(getattr(args, name)) for name in BASELINES}
+    for name in BASELINES.keys() - {"bm25"}:  # there null is a value; elsewhere it means: as usual
+        given[name] = {key: value for key, value in given[name].items() if value is not None}
     from nci.bench.timing import device_name  # from here on with torch, which takes its time
     from nci.jobs import rank_in_parallel
     from nci.overall import overall
@@ -136,6 +138,7 @@ def compare(args: Namespace) -> int:
     if args.tradeoff:
         facts["tradeoff"] = _tradeoff(workbench, rows, (splits[0], splits[1]), out, Path(args.tradeoff))
     facts |= {"preset": preset, "config": config.to_dict(), "nci": __version__, "device": device_name(device)}
+    facts["baselines"] = {name: dataclasses.asdict(settings) for name, settings in workbench.settings.items()}
     write_json(args.json, {**results[0].as_json(), **facts, "splits": {r.split: r.as_json() for r in results}})
     usual: Sequence[str] = ("R@1", "R@10", "R@100", "RR@100")
     shown = metrics if args.metrics else usual

@@ -29,6 +29,7 @@ else
 fi
 BASE=${BASE:-nci-pure} # what the paper's rows change
 EPOCHS=${EPOCHS:-}     # of the paper's rows; none: as many as the base has
+read -ra flags <<<"${FLAGS:-}" # more of `nci compare`: FLAGS="--bm25.runs true"
 
 die() { # STATUS WORDS...
   printf '%s: %s\n' "${0##*/}" "${*:2}" >&2
@@ -72,7 +73,7 @@ compare() { # NAME TABLE SYSTEMS FLAGS...
   printf '\n== %s: %s\n' "$name" "$table" >&2
   "$PYTHON" -m nci compare "$root/$name" --systems "$systems" --split "$splits" --seeds "$SEEDS" --jobs "$JOBS" \
     --preset "$PRESET" --generated "$GENERATED" -o "$out/$name" --json "$out/$name/$table.json" \
-    --append "$out/results.jsonl" "$@" >"$out/$name/$table.tmp" || {
+    --append "$out/results.jsonl" "${flags[@]}" "$@" >"$out/$name/$table.tmp" || {
     rm -f "$out/$name/$table.tmp"
     return 1
   }

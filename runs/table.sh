@@ -22,6 +22,8 @@ else
   PRESET=${PRESET:-default}    # settings of the indexes, or a .yaml file
 fi
 
+read -ra flags <<<"${FLAGS:-}" # more of `nci compare`: FLAGS="--bm25.runs true"
+
 [[ $# == 2 && -d $1 ]] || {
   echo "${0##*/}: give the folder of the data sets and a folder for the results: ${0##*/} DATA_ROOT OUT" >&2
   exit 2
@@ -82,7 +84,7 @@ table() { # FOLDER
   printf '\n== %s\n' "$name" >&2
   mkdir -p "$out/$name"
   "$PYTHON" -m nci compare "$data" --systems "$SYSTEMS" --split "$splits" --seeds "$SEEDS" --variant-seeds 1 --jobs "$JOBS" --preset "$PRESET" \
-    -o "$out/$name" --json "$out/$name/table.json" --latex "$out/$name/table.tex" --plot "$out/$name/table.png" "${curve[@]}" >"$out/$name/table.tmp" || {
+    -o "$out/$name" --json "$out/$name/table.json" --latex "$out/$name/table.tex" --plot "$out/$name/table.png" "${curve[@]}" "${flags[@]}" >"$out/$name/table.tmp" || {
     rm -f "$out/$name/table.tmp"
     return 1
   }

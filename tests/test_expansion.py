@@ -130,6 +130,14 @@ def test_a_word_of_many_queries_counts_less() -> None:
     np.testing.assert_array_equal(again.postings[0], more.postings[0], "the same query twice is one")
 
 
+def test_a_script_without_blanks_is_read_character_by_character() -> None:
+    lexical, _ = expanded_scores(["東京塔は高い", "京都の塔", "大阪城 castle"], [], LexicalConfig())
+    asked, part, latin = lexical.scores(["京塔", "東京", "castles"])
+    assert asked[0] > asked[1] > asked[2] == 0, "neighbours count more"
+    assert part.argmax() == 0
+    assert latin.argmax() == 2
+
+
 def test_a_phrase_counts_where_its_words_are_neighbours_in_order_and_in_one_text() -> None:
     contents = ["red cats run", "cats red run", "cats the red dogs", "red green cats run", "red", "unknown"]
     lexical, _ = expanded_scores(contents, [("cats run", 4)], LexicalConfig(phrases=1.0, b=0.0))
