@@ -21,8 +21,8 @@ import numpy as np
 
 from nci import store
 from nci.assembly import Assembly, load_embedder
-from nci.config import Config
-from nci.lexical import LexicalScores
+from nci.config import Config, LexicalConfig
+from nci.expansion import expanded_scores
 from nci.pack import DocumentFile, Parts, write_generation
 from nci.tree import build_tree
 from nci.trie import Trie
@@ -82,7 +82,7 @@ def make(folder: Path, documents: int, clusters: int) -> None:
     source = write_documents(folder.with_suffix(".source"), texts)
     encoder = load_embedder(config, config.embed.encoder)
     assembly = Assembly(config, trie, tree.values, order, vectors[order], encoder, encoder, None)
-    lexical = LexicalScores.build(texts).renumbered(assembly.leaf_of_row)
+    lexical = expanded_scores(texts, [], LexicalConfig())[0].renumbered(assembly.leaf_of_row)
     assembly = Assembly(config, trie, tree.values, order, assembly.vectors, encoder, encoder, lexical)
     model = assembly.model()
     parts = Parts(source, tree, assembly, model, {})

@@ -25,9 +25,10 @@ from nci.errors import ConfigError, IndexCorruptError, MissingPackageError
 FORMAT = 2
 BREAK = ""  # stands between words that are no neighbours
 _WORD = re.compile(r"(?u)\b\w\w+\b")
+_SIGNS = "\u30a0\u30fb\u0e3f"  # of the same blocks, but no letters
 UNSPACED = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f"
-"""Characters of scripts that put no blanks between words, or few: each stands for one. As part of a regular expression."""
-_RUN = re.compile(rf"(?u)[{UNSPACED}]|[^\W_{UNSPACED}]+")
+"""Blocks of Chinese, Japanese, Korean and Thai, where blanks do not part words, or rarely: each character stands for one."""
+_RUN = re.compile(rf"(?u)(?![{_SIGNS}])[{UNSPACED}]|[^\W_{UNSPACED}]+")
 # Lucene's list, which bm25s uses for English too: kept here so that an index reads the same whatever bm25s does later.
 # fmt: off
 _STOPWORDS = frozenset({
@@ -49,8 +50,8 @@ class Analyser:
     Args:
         stemmer: A Snowball algorithm by name ("english", "german", ...), or None to keep words as they are.
         stopwords: "en" for the 33 English stop words of Lucene, or None to keep them all.
-        runs: Every run of letters and digits is a word, be it one letter: snake_case is two; where a script has no blanks
-            between words, every character is one. Else as bm25s has it.
+        runs: Every run of letters and digits is a word, be it one letter: snake_case is two; in Chinese, Japanese, Korean
+            and Thai every character is one. Else as bm25s has it.
 
     >>> Analyser(runs=True).words(["{{castle_name}} -v 5", "東京塔"]), Analyser().words(["{{castle_name}} -v 5", "東京塔"])
     ([['castl', 'name', 'v', '5'], ['東', '京', '塔']], [['castle_nam'], ['東京塔']])
@@ -127,9 +128,10 @@ class LexicalScores:
         b: float = 0.4,
         stemmer: str | None = "english",
         stopwords: Literal["en"] | None = "en",
+        runs: bool = False,
     ) -> LexicalScores:
         """Computes the weights (Lucene's variant of BM25); the same texts give the same arrays, byte for byte."""
-        analyser = Analyser(stemmer, stopwords)
+        analyser = Analyser(stemmer, stopwords, runs)
         return cls.from_words(analyser.words(texts), analyser=analyser, k1=k1, b=b)
 
     @classmethod

@@ -147,7 +147,7 @@ class Making:
 
     def key(self, data: TrainingData) -> str:
         """Stands for everything that a trained model depends on."""
-        return content_key(self.tree_key(data), self.query_key, self.config, data)
+        return content_key(self.tree_key(data), self.query_key, self.config, data, LEXICAL_VERSION)
 
     def make(self, stages: Stages, data: TrainingData, shared: Stages | None = None) -> Made:
         """Run or take up all stages, the training last.

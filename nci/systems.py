@@ -33,6 +33,7 @@ from nci.baselines import Baseline, Searcher
 from nci.baselines.bm25 import BM25
 from nci.baselines.dense import Dense
 from nci.config import content_key
+from nci.expansion import VERSION as LEXICAL_VERSION
 from nci.names import FITTED, FOLD, INDEXES, QUERYLESS, TAKE_GENERATED, config_of, kind_of, of_fold, parts_of
 from nci.recipe import Recipe
 from nci.records import Hits
@@ -84,9 +85,9 @@ def key(bench: Workbench, name: str, seed: int = 0) -> str:
     section = SECTION.get(kind)
     settings: Any = bench.settings[section] if section else None
     if kind in INDEXES:
-        settings = [config_of(bench.config, name).to_dict(), seed, *CHANGED.get(kind, ())]
+        settings = [config_of(bench.config, name).to_dict(), seed, LEXICAL_VERSION, *CHANGED.get(kind, ())]
     elif name == "nci-ensemble":
-        settings = [bench.config.to_dict(), bench.seeds]
+        settings = [bench.config.to_dict(), bench.seeds, LEXICAL_VERSION]
     elif name in ("dense", "dense-hnsw"):
         settings = bench.settings["dense"] if bench.baselines.get("dense") else bench.config.embed
     elif kind in FITTED:

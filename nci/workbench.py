@@ -23,6 +23,7 @@ from nci.calibrate import fewer_unseen, withheld
 from nci.config import CalibrateConfig, Config, CorpusConfig, content_key
 from nci.corpus import Dataset, fingerprint
 from nci.encoders import TextEncoder
+from nci.expansion import VERSION as LEXICAL_VERSION
 from nci.index import Index, build, load
 from nci.querygen import FILE, read_generated
 from nci.querygen_steps import make_queries
@@ -161,7 +162,8 @@ class Workbench:
         for section in ("tree", "train", "pairs"):
             values[section]["seed"] = seed
         generated = values["pairs"]["generated"] > 0
-        key = content_key(self.data_key, generated and self.generated_from and self.generated_key, values)
+        made_of = (self.data_key, generated and self.generated_from and self.generated_key, values)
+        key = content_key(*made_of, LEXICAL_VERSION)
         return self._built(self.folder / f"{label}-{key}.index", Config.from_dict(values), generated=generated)
 
     def _built(self, out: Path, config: Config, *, generated: bool = False) -> Index:

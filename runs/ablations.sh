@@ -29,7 +29,7 @@ else
 fi
 BASE=${BASE:-nci-pure} # what the paper's rows change
 EPOCHS=${EPOCHS:-}     # of the paper's rows; none: as many as the base has
-read -ra flags <<<"${FLAGS:-}" # more of `nci compare`: FLAGS="--bm25.runs true"
+read -ra flags <<<"${COMPARE_FLAGS:-}" # more of `nci compare`, on one line: COMPARE_FLAGS="--bm25.runs true"
 
 die() { # STATUS WORDS...
   printf '%s: %s\n' "${0##*/}" "${*:2}" >&2

@@ -22,7 +22,7 @@ else
   PRESET=${PRESET:-default}    # settings of the indexes, or a .yaml file
 fi
 
-read -ra flags <<<"${FLAGS:-}" # more of `nci compare`: FLAGS="--bm25.runs true"
+read -ra flags <<<"${COMPARE_FLAGS:-}" # more of `nci compare`, on one line: COMPARE_FLAGS="--bm25.runs true"
 
 [[ $# == 2 && -d $1 ]] || {
   echo "${0##*/}: give the folder of the data sets and a folder for the results: ${0##*/} DATA_ROOT OUT" >&2

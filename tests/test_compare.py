@@ -153,6 +153,12 @@ def test_other_data_or_settings_are_other_systems(workbench: Workbench, tmp_path
         assert {what for what, other in others.items() if key(other, name) != key(workbench, name)} == wanted, name
 
 
+def test_other_lexical_scores_are_other_indexes(workbench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {name: key(workbench, name) for name in ("nci", "nci-zeroed", "nci-ensemble", "bm25")}
+    monkeypatch.setattr("nci.systems.LEXICAL_VERSION", 99)
+    assert [name for name, old in before.items() if key(workbench, name) == old] == ["bm25"]
+
+
 def test_the_mean_of_two_splits(result: Result, workbench: Workbench) -> None:
     both = overall([result, compare(workbench, NAMES, "dev", workbench.folder.parent, timed=result)])
     runs = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Sequence
@@ -130,9 +131,20 @@ def test_a_word_of_many_queries_counts_less() -> None:
     np.testing.assert_array_equal(again.postings[0], more.postings[0], "the same query twice is one")
 
 
+def test_old_scores_are_read_as_they_were_built(tmp_path: Path) -> None:
+    LexicalScores.build(["castle_name", "v"]).save(tmp_path)
+    settings = json.loads((tmp_path / "lexical.json").read_text())
+    del settings["analyser"]["runs"]
+    (tmp_path / "lexical.json").write_text(json.dumps(settings))
+    lexical = LexicalScores.load(tmp_path)
+    assert not lexical.analyser.runs
+    assert (lexical.scores(["castle_name", "castle"]) > 0).tolist() == [[True, False], [False, False]]
+
+
 def test_a_script_without_blanks_is_read_character_by_character() -> None:
-    lexical, _ = expanded_scores(["東京塔は高い", "京都の塔", "大阪城 castle"], [], LexicalConfig())
-    asked, part, latin = lexical.scores(["京塔", "東京", "castles"])
+    lexical, _ = expanded_scores(["東京塔は・高い", "京都の塔", "大阪城 castle"], [], LexicalConfig())
+    asked, part, latin, nothing = lexical.scores(["京塔", "東京", "castles", "・"])
+    assert not nothing.any()
     assert asked[0] > asked[1] > asked[2] == 0, "neighbours count more"
     assert part.argmax() == 0
     assert latin.argmax() == 2

@@ -383,7 +383,7 @@ def test_tables_beside_each_other(folders: dict[str, Path], tmp_path: Path) -> N
     settings = tmp_path / "tiny.yaml"
     settings.write_text(yaml.safe_dump(tiny_values(folders["encoder"], train={"epochs": 0.5})))
     chosen = {"BESIDE": "1", "SEEDS": "1", "JOBS": "1", "PRESET": str(settings), "SYSTEMS": "bm25,nci"}
-    chosen["FLAGS"] = "--bm25.runs true --bm25.stemmer null"
+    chosen["COMPARE_FLAGS"] = "--bm25.runs true --bm25.stemmer null"
     result = script("table", tmp_path / "data", tmp_path / "out", **chosen)
     assert result.returncode == 0, result.stderr[-3000:]
     lexical = json.loads((tmp_path / "out" / "one" / "table.json").read_text())["baselines"]["bm25"]

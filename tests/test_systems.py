@@ -274,6 +274,8 @@ def test_a_comparison_with_everything(ok: Ok, beir: Path, tmp_path: Path, encode
         ("--systems =bm25", "a row has no name"),
         ("--systems a=bm25,a=dense", "names a 2 times"),
         ("--systems nci-unconstrained", "model.normalise=position"),
+        ("--systems nci,bm25 --bm25.stemmer klingon", "not 'klingon'"),
+        ("--systems bm25 --bm25.b 2", "b between 0 and 1"),
         ("--systems bm25 --tradeoff t.png", "--tradeoff needs two splits"),
         ("--systems bm25 --split test,dev --tradeoff t.txt", "--tradeoff t.txt: expected a name that ends in .png"),
         ("--systems bm25 --append no/such/folder.jsonl", "--append no/such/folder.jsonl: cannot be written"),

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from nci.baselines import Baseline, Shelf
 from nci.baselines.okapi import okapi_scores
-from nci.lexical import Analyser, LexicalScores
+from nci.lexical import LexicalScores
 from nci.records import Document, Hits
 
 Extra = Mapping[str, Sequence[str]]
@@ -49,8 +49,7 @@ class BM25(Baseline):
     ) -> None:
         self._shelf = Shelf(documents, source=name)
         texts = _texts(self._shelf, extra)
-        analyser = Analyser(stemmer, stopwords, runs)
-        self._lexical = LexicalScores.from_words(analyser.words(texts), analyser=analyser, k1=k1, b=b)
+        self._lexical = LexicalScores.build(texts, k1=k1, b=b, stemmer=stemmer, stopwords=stopwords, runs=runs)
 
     @classmethod
     def rank_bm25(
