@@ -94,6 +94,12 @@ class Analyser:
         return [[stems[word] for word in words] for words in split]
 
 
+def check_parameters(k1: float, b: float) -> None:
+    """Refuses parameters that BM25 cannot have."""
+    if k1 < 0 or not 0 <= b <= 1:
+        raise ConfigError(f"BM25 needs k1 >= 0 and b between 0 and 1, not k1={k1}, b={b}")
+
+
 class LexicalScores:
     """BM25 weights as a sparse (documents, words and phrases) matrix, stored by column.
 
@@ -143,8 +149,7 @@ class LexicalScores:
         Args:
             phrases: What a phrase counts, where a word counts 1; 0 leaves them out.
         """
-        if k1 < 0 or not 0 <= b <= 1:
-            raise ConfigError(f"BM25 needs k1 >= 0 and b between 0 and 1, not k1={k1}, b={b}")
+        check_parameters(k1, b)
         columns: dict[str, int] = {}
         words = (columns.setdefault(word, len(columns)) if word else -1 for word in chain.from_iterable(texts))
         row, owners = _flat(words, texts)

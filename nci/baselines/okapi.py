@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nci.errors import ConfigError
-from nci.lexical import Analyser, LexicalScores
+from nci.lexical import Analyser, LexicalScores, check_parameters
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,7 @@ def okapi_scores(texts: Sequence[str], *, k1: float = 1.5, b: float = 0.75, epsi
         epsilon: idf is log((N - n + 1/2) / (n + 1/2)); where that is negative, because a word is in more than half of
             the texts, this share of the mean idf of all words stands in its place.
     """
-    if k1 < 0 or not 0 <= b <= 1:
-        raise ConfigError(f"BM25 needs k1 >= 0 and b between 0 and 1, not k1={k1}, b={b}")
+    check_parameters(k1, b)
     analyser = Whitespace()
     columns: dict[str, int] = {}
     ids = [[columns.setdefault(word, len(columns)) for word in words] for words in analyser.words(texts)]

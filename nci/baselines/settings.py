@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from nci.contrast_settings import ContrastSettings
 from nci.errors import ConfigError, check_least
-from nci.lexical import Analyser
+from nci.lexical import Analyser, check_parameters
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ class BM25Settings:
     runs: bool = False
 
     def __post_init__(self) -> None:
-        if self.k1 < 0 or not 0 <= self.b <= 1:
-            raise ConfigError(f"BM25 needs k1 >= 0 and b between 0 and 1, not k1={self.k1}, b={self.b}")
+        check_parameters(self.k1, self.b)
         Analyser(self.stemmer, self.stopwords, self.runs)  # which knows the stemmers
 
 
