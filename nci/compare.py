@@ -193,7 +193,7 @@ def compare(
         if name == "nci-ensemble":
             result.merged[row] = bench.seeds
         if append is not None:
-            _append(append, result, row, name, sum(one.seconds for one in found))
+            _append(append, bench, result, row, name, sum(one.seconds for one in found))
         values[row] = _mean([per_query(one.run, qrels, "R@1") for one in found])
     others = {row: value for row, value in values.items() if row != reference}
     result.judged = significance.Judged(values[reference], others, significance.document_groups(qrels))
@@ -210,7 +210,7 @@ def append_row(
     result = Result(split, len(queries), row, data=bench.dataset.folder.resolve().name)
     found = _all_seeds(bench, name, split, queries, out, timed=False)
     _add(result, row, found, qrels, metrics)
-    _append(file, result, row, name, sum(one.seconds for one in found))
+    _append(file, bench, result, row, name, sum(one.seconds for one in found))
 
 
 def _all_seeds(
@@ -330,12 +330,13 @@ def _add(result: Result, name: str, ranked: Sequence[Ranked], qrels: Qrels, metr
     result.per_seed[name] = [row["R@1"] for row in rows]
 
 
-def _append(file: Path, result: Result, row: str, name: str, seconds: float) -> None:
+def _append(file: Path, bench: Workbench, result: Result, row: str, name: str, seconds: float) -> None:
     line = json.dumps(
         {
             "data": result.data,
             "row": row,
             "system": name,
+            "key": key(bench, name, 0),  # of all its settings: of two lines with the same name
             "split": result.split,
             "metrics": result.systems[row],
             "spread": result.spread.get(row),

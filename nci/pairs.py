@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ _BLOCK = 4096  # texts tokenised together
 
 Tokenize = Callable[[list[str]], list[list[int]]]
 Ints = NDArray[np.int32]
+Key = TypeVar("Key", int, str)
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,13 @@ def make_pairs(
                 yield Pair(piece, number, SOURCES.index("span"))
 
 
-def first_of_each(queries: Iterable[tuple[str, int]], count: int) -> Iterator[tuple[str, int]]:
+def first_of_each(queries: Iterable[tuple[str, Key]], count: int) -> Iterator[tuple[str, Key]]:
     """At most `count` queries of every document, the first ones, in their order.
 
     >>> list(first_of_each([("a", 7), ("b", 7), ("c", 4)], 1))
     [('a', 7), ('c', 4)]
     """
-    used: Counter[int] = Counter()
+    used: Counter[Key] = Counter()
     for query in queries:
         used[query[1]] += 1
         if used[query[1]] <= count:

@@ -23,7 +23,6 @@ A system is made once, in a folder of the workbench named by a hash of what it d
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from nci.baselines.dense import Dense
 from nci.config import content_key
 from nci.expansion import VERSION as LEXICAL_VERSION
 from nci.names import FITTED, FOLD, INDEXES, QUERYLESS, TAKE_GENERATED, config_of, kind_of, of_fold, parts_of
+from nci.pairs import first_of_each
 from nci.recipe import Recipe
 from nci.records import Hits
 from nci.training_data import split_pairs
@@ -135,17 +135,6 @@ class Unconstrained(Baseline):
 
 def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def first_of_each(pairs: Iterable[tuple[str, str]], most: int) -> list[tuple[str, str]]:
-    """The first so many queries of every document, in their order."""
-    used: Counter[str] = Counter()
-    found = []
-    for query, doc_id in pairs:
-        used[doc_id] += 1
-        if used[doc_id] <= most:
-            found.append((query, doc_id))
-    return found
 
 
 def _bm25(bench: Workbench, extra: Iterable[tuple[str, str]] = (), *, okapi: bool = False) -> Made:

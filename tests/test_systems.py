@@ -206,6 +206,9 @@ def test_rows_have_names_and_may_share_a_system(bench: Workbench, tmp_path: Path
         assert (line["metrics"], line["seeds"]) == (result.systems[line["row"]], result.seeds[line["row"]])
         assert line["spread"] == result.spread.get(line["row"])
         assert line["seconds"] >= 0
+    keys = {line["row"]: line["key"] for line in lines}
+    assert keys["plain"] == keys["again"] == keys["tree.k"]
+    assert len(set(keys.values())) == len(set(rows.values())), "other settings, another key"
     before = append.read_bytes()
     compare(bench, specs, "test", tmp_path, append=append)
     assert append.read_bytes() == before, "a second call adds nothing"
