@@ -1,11 +1,12 @@
 """Trained model + queries it has not seen -> the weights of the parts of its score.
 
 Training sees queries of some documents only, and weighs the parts as suits those. Here the queries of a tenth of the
-documents are withheld from a first build; afterwards seven numbers are fitted on them and on `dev`, documents with and
-without training queries counting the same: the weights of dense and lexical similarity and of late interaction, a constant
-for documents without any query, what often asked ones are ahead of the others, what hubs are behind them (`nci.hubs`), and a
-factor on what the decoder says. That build has more documents without queries than the index will have, which would hold the
-constant down: each of them counts as fewer. Knows no stages and no files.
+documents are withheld from a first build; afterwards eight numbers are fitted on them and on `dev`, documents with and
+without training queries counting the same: the weights of dense and lexical similarity and of late interaction, what windows
+behind the opening of long documents count in the latter, a constant for documents without any query, what often asked ones
+are ahead of the others, what hubs are behind them (`nci.hubs`), and a factor on what the decoder says. That build has more
+documents without queries than the index will have, which would hold the constant down: each of them counts as fewer. Knows no
+stages and no files.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Calibration:
         residual: Factor on the decoder's part of every logit.
         popular: Times log(1 + its training queries), added to the content score of every other document.
         late: Weight of late interaction; 0 where there is none.
+        further: What windows behind the opening of a document count in it, as a share.
         hubs: Times `find_hubs`, added to the content score of every document.
         drawn_by: The weights that hubs are found with: dense, lexical, late.
         found: R@1 of seen and unseen documents, before and after, and how many queries there were.
@@ -55,11 +57,13 @@ class Calibration:
     popular: float = 0.0
     late: float = 0.0
     hubs: float = 0.0
+    further: float = 0.0
     drawn_by: Sequence[float] = (0.0, 0.0, 0.0)
     found: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        late = f", word pieces {self.late:.2f}" if self.late else ""
+        further = f" (further windows {self.further:+.2f})" if self.further else ""
+        late = f", word pieces {self.late:.2f}{further}" if self.late else ""
         weights = f"dense {self.kappa:.2f}, BM25 {self.lexical:.2f}{late}, decoder {self.residual:.2f}"
         r1 = [
             f"{kind} {100 * self.found['before'][kind]:.1f} -> {100 * self.found['after'][kind]:.1f} ({count:,})"
@@ -75,7 +79,7 @@ class Calibration:
         assert model.anchor_weights is not None
         if model.config.late:  # which documents it compares stays as it was when the weights were fitted
             model.config.chosen_by = model.anchor_weights.exp().tolist()
-            model.config.late = self.late
+            model.config.late, model.config.further = self.late, self.further
         model.anchor_weights.copy_(torch.tensor([self.kappa, self.lexical]).log())
         model.head.out.weight.mul_(self.residual)
         if model.head.bias is not None:
@@ -128,6 +132,7 @@ class Evidence:
     targets: Tensor  # (queries,) leaves
     counts: Tensor  # (documents,) training queries of each, as floats
     hubs: Tensor | None = None  # (documents,)
+    further: Tensor | None = None  # (queries, documents) how much nearer the rest of a long document is
 
     @property
     def unseen(self) -> Tensor:
@@ -137,12 +142,13 @@ class Evidence:
     def scores(self, weights: Tensor) -> Tensor:
         """Content scores (queries, documents).
 
-        `weights`: log kappa, log lexical, constant, factor, lead of the popular, log late, lead of hubs.
+        `weights`: log kappa, log lexical, constant, factor, lead of the popular, log late, lead of hubs, share of the further.
         """
         prior = weights[2] * self.unseen + weights[4] * self.counts.log1p()
         prior = prior if self.hubs is None else prior + weights[6] * self.hubs
         late = 0.0 if self.late is None else weights[5].exp()
-        content = Content(self.dense, self.lexical, self.late)
+        similar = self.late if self.late is None or self.further is None else self.late + weights[7] * self.further
+        content = Content(self.dense, self.lexical, similar)
         return content.scores(weights[0].exp(), weights[1].exp(), late) + prior
 
     def log_probs(self, weights: Tensor, tree_sum: TreeSum, fewer: float = 1.0) -> Tensor:
@@ -169,7 +175,7 @@ def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], c
     contents: list[Content] = []
     children, residual, own = [], [], []
     for start in range(0, len(texts), step):
-        queries, content = read_content(engine, list(texts[start : start + step]))
+        queries, content = read_content(engine, list(texts[start : start + step]), further=True)
         contents.append(content)
         levels, _, path = model.path_children(
             model.memories(queries.states),
@@ -182,7 +188,7 @@ def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], c
         residual.append(torch.stack([log_probs.float() for log_probs, _ in levels], dim=1))
         children.append(torch.stack([child for _, child in levels], dim=1))
         own.append(torch.where(path >= 0, path - children[-1][:, :, 0], -1))
-    dense, lexical, late = (
+    dense, lexical, late, further = (
         None if parts[0] is None else torch.cat(cast("tuple[Tensor, ...]", parts))
         for parts in zip(*contents, strict=True)
     )
@@ -195,6 +201,7 @@ def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], c
         torch.cat(own),
         leaves,
         torch.as_tensor(counts, device=model.device).float(),
+        further=further,
     )
 
 
@@ -222,7 +229,7 @@ def fit(
     evidence = gather(engine, [texts[i] for i in chosen], np.asarray(targets)[chosen], counts)
     assert engine.model.anchor_weights is not None
     late = engine.model.config.late if evidence.late is not None else 1.0
-    others = torch.tensor([0.0, 1.0, 0.0, float(np.log(late)), 0.0])
+    others = torch.tensor([0.0, 1.0, 0.0, float(np.log(late)), 0.0, 0.0])
     start = torch.cat([engine.model.anchor_weights.detach().float().cpu(), others]).to(evidence.dense.device)
     tree_sum = TreeSum(engine.trie).to(start.device)
     first = _likeliest(evidence, start, tree_sum, fewer)
@@ -252,8 +259,16 @@ def _likeliest(evidence: Evidence, start: Tensor, tree_sum: TreeSum, fewer: floa
     fitted = weights.detach()
     kappa, lexical, late = (float(fitted[place].exp()) for place in (0, 1, 5))
     unseen, residual, popular, hubs = (float(fitted[place]) for place in (2, 3, 4, 6))
+    weights_of_pieces = (late, float(fitted[7])) if evidence.late is not None else (0.0, 0.0)
     return Calibration(
-        kappa, lexical, unseen, max(0.0, residual), popular, late if evidence.late is not None else 0.0, hubs
+        kappa,
+        lexical,
+        unseen,
+        max(0.0, residual),
+        popular,
+        weights_of_pieces[0],
+        hubs,
+        weights_of_pieces[1] if evidence.further is not None else 0.0,
     )
 
 

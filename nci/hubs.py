@@ -31,6 +31,7 @@ class Content(NamedTuple):
     dense: Tensor  # cosine
     lexical: Tensor | None  # as a share of the highest
     late: Tensor | None  # above the worst candidate
+    further: Tensor | None = None  # of late interaction, how much nearer the rest of a long document is
 
     def scores(self, kappa: float | Tensor, lexical: float | Tensor, late: float | Tensor) -> Tensor:
         """All parts with their weights."""
@@ -39,16 +40,16 @@ class Content(NamedTuple):
         return total if self.late is None else total + late * self.late
 
 
-def read_content(engine: Engine, texts: Sequence[str]) -> tuple[EncodedQueries, Content]:
-    """Some queries as the model reads them, and how near each document is to them."""
+def read_content(engine: Engine, texts: Sequence[str], *, further: bool = False) -> tuple[EncodedQueries, Content]:
+    """Some queries as the model reads them, and how near each document is to them; `further` windows only where asked for."""
     vectors = engine.reference.tables.vectors
-    queries, stored = engine.encode(texts), engine.stored_vectors(texts, len(texts))
+    queries, stored = engine.encode(texts, further=further), engine.stored_vectors(texts, len(texts))
     asked = queries.vectors if stored is None else stored
     assert vectors is not None and asked is not None
     lexical = None
     if engine.lexical is not None:
         lexical = torch.as_tensor(engine.lexical.normalised(texts), device=vectors.device)
-    return queries, Content(asked.float() @ vectors.T, lexical, queries.late)
+    return queries, Content(asked.float() @ vectors.T, lexical, queries.late, queries.further)
 
 
 @torch.no_grad()

@@ -74,6 +74,8 @@ class EmbedConfig(Section):
         precision: auto takes bf16 where the device has it, which is twice as fast and as good; vectors stay float32.
         pieces: Also keep a vector of so many numbers, at most the encoder's, for every word piece of a document, for late
             interaction; 0 keeps none.
+        windows: Read so many windows of max_length for these; the vector of a document is that of the first. What the
+            others count is calibrated, so without training queries they count nothing.
     """
 
     encoder: str = "minilm"
@@ -84,10 +86,11 @@ class EmbedConfig(Section):
     shard_size: int = 4096
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     pieces: int = 0
+    windows: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(self, {"pieces": 0}, "--embed.")
+        check_least(self, {"pieces": 0, "windows": 1}, "--embed.")
         check(self.max_length > 0, "--embed.max_length must be positive")
         check(self.batch_size > 0, "--embed.batch_size must be positive")
         check(self.shard_size > 0, "--embed.shard_size must be positive")

@@ -108,7 +108,8 @@ class Engine:
             return None
         precision = choose_precision(self.precision, self.device)
         special = special_pieces(self.tokenizer)
-        return LateScores(self.pieces, special, candidates=self.candidates, device=self.device, precision=precision)
+        settings = {"candidates": self.candidates, "device": self.device, "share": self.model.config.further}
+        return LateScores(self.pieces, special, precision=precision, **settings)
 
     @cached_property
     def reference(self) -> NCIModel:
@@ -249,17 +250,23 @@ class Engine:
         return rankings(found)
 
     @torch.inference_mode()
-    def encode(self, texts: Sequence[str]) -> EncodedQueries:
-        """Everything about some queries that does not depend on the beam, by the model's own modules."""
+    def encode(self, texts: Sequence[str], *, further: bool = False) -> EncodedQueries:
+        """Everything about some queries that does not depend on the beam, by the model's own modules.
+
+        `further`: Also how much nearer the rest of long documents is, where their pieces are kept.
+        """
         model = self.reference
         queries, vectors, asked, lexical = self._read(texts)
-        late = None
+        late = beyond = None
         if self.late is not None:
             first = model.document_scores(asked, lexical, choosing=True)
             chosen, above = self.late.above(first, queries)
             late = torch.zeros_like(first).scatter_(1, chosen, above)
+            if further and self.late.rest is not None:
+                nearer = self.late.further(queries, chosen, self.late.compare(queries, chosen))
+                beyond = torch.zeros_like(first).scatter_(1, chosen, nearer)
         mask = queries.mask.long()
-        return EncodedQueries(queries.states, mask, vectors, model.anchors(asked, lexical, late=late), late)
+        return EncodedQueries(queries.states, mask, vectors, model.anchors(asked, lexical, late=late), late, beyond)
 
     def _read(self, texts: Sequence[str]) -> tuple[Asked, Tensor, Tensor, Tensor | None]:
         """States of some queries, their vectors, those that the anchor reads, and lexical scores where there are any."""

@@ -1,0 +1,246 @@
+"""Windows behind the opening of long documents: their texts, their pieces, what they count, and an index that has them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_late import all_by_hand, random_pieces, random_queries
+from tiny import make_documents, tiny_config
+
+import nci
+from nci.calibrate import Calibration
+from nci.config import EmbedConfig
+from nci.embed import embed_documents
+from nci.encoders import TextEncoder
+from nci.errors import ConfigError, DataError
+from nci.index import Index
+from nci.pieces import PieceVectors, encode_pieces, find_projection
+from nci.records import Document
+from nci.search.late import LateScores
+from nci.windows import further_windows
+
+LENGTH = 12  # word pieces that the encoder reads at once, two of them around the text
+
+
+@pytest.fixture(scope="module")
+def reader(encoder: Path) -> TextEncoder:
+    return TextEncoder.load(encoder, max_length=LENGTH)
+
+
+def words(count: int, start: int = 0) -> list[str]:
+    every = sorted({word for document in make_documents() for word in document.text.split()})
+    return [every[(start + place) % len(every)] for place in range(count)]
+
+
+def tokens(reader: TextEncoder, text: str) -> list[int]:
+    return list(reader.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+# ---- texts
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(count=st.integers(0, 60), title=st.integers(0, 5), most=st.integers(0, 8))
+def test_opening_and_windows_are_the_whole_text_once(reader: TextEncoder, count: int, title: int, most: int) -> None:
+    heading = " ".join(words(title, 40))
+    text = Document("a", " ".join(words(count)), heading).content
+    (found,) = further_windows([text], reader, most)
+    above = tokens(reader, heading)
+    above = above if len(above) <= (LENGTH - 2) / 4 else []
+    opening = reader.tokenize([text])[0][1:-1]
+    behind = [tokens(reader, window) for window in found]
+    assert all(window[: len(above)] == above for window in behind)
+    assert all(len(window) <= LENGTH - 2 for window in behind)
+    every, read = tokens(reader, text), [*opening, *(t for window in behind for t in window[len(above) :])]
+    assert read == every[: len(read)]
+    assert len(found) <= most
+    assert len(found) == most or read == every, "all of it, if windows are left"
+
+
+def test_a_long_first_line_is_no_heading(reader: TextEncoder) -> None:
+    line, rest = words(9), words(20, 20)
+    (found,) = further_windows(["\n".join([" ".join(line), " ".join(rest)])], reader, 9)
+    assert found[0].split() == [*line, *rest][10:20]
+
+
+def test_prompts_leave_less_room(reader: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = " ".join(words(20))
+    assert [len(tokens(reader, window)) for window in further_windows([text], reader, 9)[0]] == [10]
+    monkeypatch.setattr(TextEncoder, "prompt", lambda self, role: {"document": "the of "}[role])
+    assert [len(tokens(reader, window)) for window in further_windows([text], reader, 9)[0]] == [8, 4]
+
+
+def test_a_tokenizer_that_knows_no_places_gives_none(reader: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(reader.tokenizer), "is_fast", False)
+    assert further_windows([" ".join(words(50)), "moon"], reader, 9) == [[], []]
+
+
+# ---- pieces
+
+
+def long_documents() -> list[Document]:
+    """Every third is read at once."""
+    documents = make_documents()
+    return [
+        dataclasses.replace(each, text=" ".join(each.text.split()[:4] if not i % 3 else words(14 + i % 17, 3 * i)))
+        for i, each in enumerate(documents)
+    ]
+
+
+def test_pieces_of_windows_are_those_of_their_texts(reader: TextEncoder) -> None:
+    texts = [document.content for document in long_documents()]
+    projection = find_projection(reader, texts, 8)
+    told: list[int] = []
+    plain = encode_pieces(reader, texts, projection)
+    found = encode_pieces(reader, texts, projection, windows=3, batch_size=7, progress=told.append)
+    assert sum(told) == len(texts), "windows are not counted as documents"
+    np.testing.assert_allclose(found["vectors"], plain["vectors"], atol=1e-5)
+    np.testing.assert_array_equal(found["lengths"], plain["lengths"])
+    assert np.abs(found["codes"].astype(int) - plain["codes"]).max() <= 1
+    windows = further_windows(texts, reader, 2)
+    assert {len(each) for each in windows} >= {0, 1, 2}
+    alone = [encode_pieces(reader, each, projection)["codes"] for each in windows if each]
+    assert found["further_lengths"].tolist() == [sum(len(t) for t in reader.tokenize(each)) for each in windows]
+    assert np.abs(found["further_codes"].astype(int) - np.concatenate(alone)).max() <= 1
+
+
+def test_shards_with_and_without_long_documents(tmp_path: Path, encoder: Path) -> None:
+    config = EmbedConfig(encoder=str(encoder), max_length=LENGTH, shard_size=10, pieces=8, windows=3)
+    short = [dataclasses.replace(each, title="", text="moon star") for each in make_documents()[:10]]
+    documents = [*short, *long_documents()[10:30], *short]
+    embed_documents(documents, tmp_path, config)
+    pieces = PieceVectors.load(tmp_path / "pieces")
+    assert pieces.further is not None
+    assert pieces.further.lengths[:10].sum() == pieces.further.lengths[30:].sum() == 0
+    assert pieces.further.lengths[10:30].sum() == len(pieces.further.codes) > 100
+    embed_documents(short, tmp_path / "short", config)
+    assert PieceVectors.load(tmp_path / "short" / "pieces").further is None
+    embed_documents(documents, tmp_path, dataclasses.replace(config, windows=1))
+    assert PieceVectors.load(tmp_path / "pieces").further is None, "what other settings left is not read"
+
+
+def test_they_are_kept_in_any_order(tmp_path: Path) -> None:
+    lengths = [2, 0, 3, 0, 1]
+    some = random_pieces([3, 1, 2, 4, 2], 6, 4)
+    pieces = dataclasses.replace(some, further=with_lengths(lengths, 6, 4, seed=1))
+    order = np.array([3, 0, 4, 2, 1])
+    moved = pieces.in_order(order)
+    moved.save(tmp_path)
+    again = PieceVectors.load(tmp_path)
+    assert again.further is not None
+    assert pieces.further is not None
+    assert again.further.lengths.tolist() == [lengths[i] for i in order]
+    for place, number in enumerate(order):
+        one, two = again.further, pieces.further
+        mine = one.codes[one.first[place] : one.first[place] + one.lengths[place]]
+        np.testing.assert_array_equal(mine, two.codes[two.first[number] : two.first[number] + two.lengths[number]])
+    np.save(tmp_path / "further" / "lengths.npy", np.array([2, 0, 4]))
+    with pytest.raises(DataError, match="build the index again"):
+        PieceVectors.load(tmp_path)
+
+
+def test_a_number_of_windows_that_makes_no_sense() -> None:
+    with pytest.raises(ConfigError, match=r"--embed\.windows"):
+        EmbedConfig(windows=0)
+
+
+# ---- what they count
+
+
+def with_lengths(lengths: list[int], wide: int, width: int, seed: int) -> PieceVectors:
+    """In order, some without any piece."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(-60, 61, (sum(lengths), width)).astype(np.int8)
+    sizes = np.array(lengths, np.int64)
+    return PieceVectors(codes, np.cumsum(sizes) - sizes, sizes, random_pieces([1], wide, width, seed).projection)
+
+
+@pytest.mark.parametrize("lengths", [[2, 0, 3, 0, 1, 0], [0, 0, 0, 0, 0, 5], [4, 0, 0, 0, 0, 0], [1] * 6], ids=str)
+@pytest.mark.parametrize("share", [0.0, 0.4, -0.3])
+def test_a_share_of_how_much_nearer_the_rest_is(lengths: list[int], share: float) -> None:
+    opening, asked = random_pieces([4, 1, 7, 2, 5, 3], 8, 5), random_queries([6, 2, 4], 8)
+    rest = dataclasses.replace(with_lengths(lengths, 8, 5, seed=2), projection=opening.projection)
+    pieces = dataclasses.replace(opening, further=rest)
+    late = LateScores(pieces, [0, 1, 2], candidates=6, device="cpu", share=share)
+    chosen, above = late.above(torch.randn(3, 6), asked)
+    first = all_by_hand(opening, asked)
+    there = np.array(lengths) > 0
+    one = dataclasses.replace(
+        rest, lengths=np.maximum(rest.lengths, 1), first=np.minimum(rest.first, len(rest.codes) - 1)
+    )
+    nearer = np.where(there, all_by_hand(one, asked) - first, 0.0)
+    wanted = first - first.min(1, keepdims=True) + share * nearer
+    np.testing.assert_allclose(above.numpy(), np.take_along_axis(wanted, chosen.numpy(), axis=1), atol=2e-5)
+    late.device = late.rest.device = "elsewhere"  # type: ignore[union-attr]  # the way of a GPU, on this device
+    torch.testing.assert_close(late.above(torch.zeros(3, 6).scatter(1, chosen, 1.0), asked)[1].sum(), above.sum())
+
+
+def test_the_line_names_them() -> None:
+    said = str(Calibration(13.394, 10.002, 0.072, 0.4477, -1.688, 21.756, further=0.333))
+    assert "word pieces 21.76 (further windows +0.33), decoder" in said
+
+
+# ---- an index
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory, encoder: Path) -> Callable[..., Path]:
+    """Documents whose queries ask for words behind the opening."""
+    documents = [
+        {"id": f"d{i}", "title": f"item{i}", "text": " ".join([*["the of"] * 6, *words(9, 5 * i)])} for i in range(40)
+    ]
+    queries = [(" ".join(words(3, 5 * i + shift)), f"d{i}") for i in range(40) for shift in (0, 2, 4, 5)]
+
+    def build(**changes: Any) -> Path:
+        folder = tmp_path_factory.mktemp("index") / "my.index"
+        config = tiny_config(encoder, **{"embed": {"pieces": 8, "max_length": LENGTH, "windows": 3}, **changes})
+        nci.build(documents, folder, config, queries=queries)
+        return folder
+
+    return build
+
+
+@pytest.mark.slow
+def test_calibration_says_what_they_count(make: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="nci")
+    folder = make(calibrate={"share": 0.4, "least": 4}, model={"score": "dense"})
+    index = Index(folder)
+    report = index.manifest["report"]["calibration"]
+    further = index.engine.model.config.further
+    assert further == pytest.approx(report["further"])
+    assert further > 0.2, "the queries ask for what stands there"
+    assert any("further windows +" in record.getMessage() for record in caplog.records)
+    assert (index.generation / "pieces" / "further" / "codes.npy").exists()
+    assert index.verify(2) == []
+    asked = [" ".join(words(3, 5 * i + 1)) for i in range(0, 40, 7)]
+    for system in (index, index.system("zeroed"), index.system("untrained")):
+        assert system.engine.model.config.further == further
+        fast, whole = system.search(asked, k=40, beam=40), system.search(asked, k=40, mode="exhaustive")
+        for one, two in zip(fast, whole, strict=True):
+            assert [hit.score for hit in one] == pytest.approx([hit.score for hit in two], abs=1e-3)
+    without = dataclasses.replace(index.engine.pieces, further=None)  # type: ignore[type-var]
+    plain = dataclasses.replace(index.engine, pieces=without).search(asked, k=40, beam=40)
+    differ = [
+        abs(a.scores - b.scores).max() for a, b in zip(plain, index.engine.search(asked, k=40, beam=40), strict=True)
+    ]
+    assert max(differ) > 1e-2
+    (index.generation / "pieces" / "further").rename(folder / "gone")
+    assert [problem for problem in index.verify(1) if "pieces/further" in problem]
+
+
+@pytest.mark.slow
+def test_without_calibration_they_count_nothing_and_are_not_kept(make: Callable[..., Path]) -> None:
+    index = Index(make())
+    assert index.engine.model.config.further == 0
+    assert index.engine.late is not None
+    assert not (index.generation / "pieces" / "further").exists()
+    assert index.verify(2) == []
