@@ -30,6 +30,7 @@ from nci.search import Engine
 _AT_ONCE = 2**24  # numbers of the edges that are computed together
 _QUERIES = 256  # read together at most
 _MOST = 4000  # queries: more make no difference
+_LEAST_SHARE = 0.05  # of further windows: less is none
 _HELD = 2**27  # numbers per query and node that are kept; fitting needs a handful of their like
 
 
@@ -46,7 +47,7 @@ class Calibration:
         late: Weight of late interaction; 0 where there is none.
         further: What windows behind the opening of a document count in it, as a share.
         hubs: Times `find_hubs`, added to the content score of every document.
-        drawn_by: The weights that hubs are found with: dense, lexical, late.
+        drawn_by: The weights that hubs are found with: dense, lexical, late, share of further windows.
         found: R@1 of seen and unseen documents, before and after, and how many queries there were.
     """
 
@@ -147,9 +148,9 @@ class Evidence:
         prior = weights[2] * self.unseen + weights[4] * self.counts.log1p()
         prior = prior if self.hubs is None else prior + weights[6] * self.hubs
         late = 0.0 if self.late is None else weights[5].exp()
-        similar = self.late if self.late is None or self.further is None else self.late + weights[7] * self.further
-        content = Content(self.dense, self.lexical, similar)
-        return content.scores(weights[0].exp(), weights[1].exp(), late) + prior
+        share = 0.0 if self.further is None else weights[7]
+        content = Content(self.dense, self.lexical, self.late, self.further)
+        return content.scores(weights[0].exp(), weights[1].exp(), late, share) + prior
 
     def log_probs(self, weights: Tensor, tree_sum: TreeSum, fewer: float = 1.0) -> Tensor:
         """log p of each query's target: (queries,); only the siblings along its path count.
@@ -233,7 +234,10 @@ def fit(
     start = torch.cat([engine.model.anchor_weights.detach().float().cpu(), others]).to(evidence.dense.device)
     tree_sum = TreeSum(engine.trie).to(start.device)
     first = _likeliest(evidence, start, tree_sum, fewer)
-    drawn_by = (first.kappa, first.lexical, first.late)
+    if abs(first.further) < _LEAST_SHARE:  # not worth a second comparison
+        evidence = replace(evidence, further=None)
+        first = _likeliest(evidence, start, tree_sum, fewer)
+    drawn_by = (first.kappa, first.lexical, first.late, first.further)
     hubs = find_hubs(engine, known, drawn_by)
     evidence = replace(evidence, hubs=torch.as_tensor(hubs, device=start.device))
     return replace(_likeliest(evidence, start, tree_sum, fewer), drawn_by=drawn_by), hubs
@@ -259,16 +263,15 @@ def _likeliest(evidence: Evidence, start: Tensor, tree_sum: TreeSum, fewer: floa
     fitted = weights.detach()
     kappa, lexical, late = (float(fitted[place].exp()) for place in (0, 1, 5))
     unseen, residual, popular, hubs = (float(fitted[place]) for place in (2, 3, 4, 6))
-    weights_of_pieces = (late, float(fitted[7])) if evidence.late is not None else (0.0, 0.0)
     return Calibration(
         kappa,
         lexical,
         unseen,
         max(0.0, residual),
         popular,
-        weights_of_pieces[0],
-        hubs,
-        weights_of_pieces[1] if evidence.further is not None else 0.0,
+        late=late if evidence.late is not None else 0.0,
+        hubs=hubs,
+        further=float(fitted[7]) if evidence.further is not None else 0.0,
     )
 
 

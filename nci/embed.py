@@ -150,11 +150,14 @@ def _worker_maker(
 ) -> Callable[[], Callable[..., Arrays]]:
     def make_worker() -> Callable[[Sequence[str]], Arrays]:
         encoder = _load(folder, config, device)
+        if config.windows > 1 and not encoder.tokenizer.is_fast:
+            log.warning("the tokenizer of %s cannot cut texts into windows: only their openings are read", folder)
 
         def work(texts: Sequence[str]) -> Arrays:
             if projection is not None:
-                sizes = {"batch_size": config.batch_size, "windows": config.windows}
-                found = encode_pieces(encoder, texts, projection, **sizes, progress=report)
+                found = encode_pieces(
+                    encoder, texts, projection, batch_size=config.batch_size, windows=config.windows, progress=report
+                )
                 return found | {"vectors": found["vectors"].astype(dtype, copy=False)}
             vectors = encoder.encode(texts, role="document", batch_size=config.batch_size, progress=report)
             return {"vectors": vectors.astype(dtype, copy=False)}

@@ -33,11 +33,15 @@ class Content(NamedTuple):
     late: Tensor | None  # above the worst candidate
     further: Tensor | None = None  # of late interaction, how much nearer the rest of a long document is
 
-    def scores(self, kappa: float | Tensor, lexical: float | Tensor, late: float | Tensor) -> Tensor:
-        """All parts with their weights."""
+    def scores(
+        self, kappa: float | Tensor, lexical: float | Tensor, late: float | Tensor, share: float | Tensor = 0.0
+    ) -> Tensor:
+        """All parts with their weights; `share` of the further in the late."""
         total = kappa * self.dense
         total = total if self.lexical is None else total + lexical * self.lexical
-        return total if self.late is None else total + late * self.late
+        if self.late is None:
+            return total
+        return total + late * (self.late if self.further is None else self.late + share * self.further)
 
 
 def read_content(engine: Engine, texts: Sequence[str], *, further: bool = False) -> tuple[EncodedQueries, Content]:
@@ -59,7 +63,7 @@ def find_hubs(engine: Engine, pairs: Iterable[tuple[str, int]], weights: Sequenc
     Args:
         engine: Searches with a trained model.
         pairs: Texts and the leaves they ask for.
-        weights: Of the parts of the content score: dense, lexical, late.
+        weights: Of the parts of the content score: dense, lexical, late, and the share of further windows in it.
     """
     asked: dict[str, set[int]] = {}
     for text, leaf in pairs:
@@ -71,7 +75,7 @@ def find_hubs(engine: Engine, pairs: Iterable[tuple[str, int]], weights: Sequenc
     chosen = sorted((texts[i] for i in np.random.default_rng(0).permutation(len(texts))[:MOST]), key=len)
     for start in range(0, len(chosen), step):
         part = chosen[start : start + step]
-        scores = read_content(engine, part)[1].scores(*weights)
+        scores = read_content(engine, part, further=any(weights[3:]))[1].scores(*weights)
         own = torch.tensor([(row, leaf) for row, text in enumerate(part) for leaf in asked[text]]).T
         scores[own[0], own[1]] = -torch.inf
         log_probs = scores.log_softmax(1).nan_to_num(nan=_LEAST)  # nan: it asks for every document there is

@@ -139,7 +139,8 @@ class Making:
         return content_key(self.corpus_key, embed, encoder, *tuned)
 
     def embed_key(self, data: TrainingData) -> str:
-        return content_key(self.tune_key(data), self.config.embed.pieces, self.config.embed.windows)
+        embed = self.config.embed
+        return content_key(self.tune_key(data), embed.pieces, embed.windows if embed.pieces else 1)
 
     def tree_key(self, data: TrainingData) -> str:
         real = data.real if self.config.tree.source == "queries" else 0

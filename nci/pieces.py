@@ -45,15 +45,18 @@ class PieceVectors:
 
     def save(self, folder: Path) -> None:
         """`codes.npy` with the pieces of the documents one after the other, `lengths.npy`, `projection.npy`, `further/`."""
+        self._save(folder)
+        np.save(folder / "projection.npy", self.projection, allow_pickle=False)
+        if self.further is not None:
+            self.further._save(folder / "further")
+
+    def _save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         shape = (int(self.lengths.sum()), self.codes.shape[1])
         places = zip(self.first.tolist(), self.lengths.tolist(), strict=True)
         each = (self.codes[start : start + length] for start, length in places)
         write_rows(folder / "codes.npy", each, shape, np.dtype(np.int8))
         np.save(folder / "lengths.npy", self.lengths.astype(np.int32), allow_pickle=False)
-        np.save(folder / "projection.npy", self.projection, allow_pickle=False)
-        if self.further is not None:
-            self.further.save(folder / "further")
 
     @classmethod
     def load(cls, folder: Path) -> PieceVectors:

@@ -68,14 +68,14 @@ class EmbedConfig(Section):
         encoder: "minilm", "mpnet" (all-mpnet-base-v2; needs packages of its own), a folder, or a name on the Hugging Face Hub.
         pooling: mean, cls or max over the tokens; auto reads what the encoder's folder says, else mean.
         normalise: Scale vectors to length 1.
-        max_length: Word pieces of a document that are read.
+        max_length: Word pieces of a document that are read, at once.
         batch_size: Documents per forward pass.
         shard_size: Documents per resumable shard.
         precision: auto takes bf16 where the device has it, which is twice as fast and as good; vectors stay float32.
         pieces: Also keep a vector of so many numbers, at most the encoder's, for every word piece of a document, for late
             interaction; 0 keeps none.
-        windows: Read so many windows of max_length for these; the vector of a document is that of the first. What the
-            others count is calibrated, so without training queries they count nothing.
+        windows: Read so many windows of max_length for the vectors of word pieces, and need so many times their memory; the
+            vector of a document is that of the first. What the others count is calibrated: without that, nothing.
     """
 
     encoder: str = "minilm"

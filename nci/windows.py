@@ -22,28 +22,31 @@ def further_windows(texts: Sequence[str], encoder: TextEncoder, most: int) -> li
     A text's first line, be it a title, stands before each of its windows. An encoder whose tokenizer cannot say where its
     pieces stand in a text gives none.
     """
-    prompt = encoder.prompt("document")
-    # an empty text keeps prompt and special tokens only: what they leave is the room for the text
-    room = encoder.max_length - len(encoder.tokenize([prompt])[0])
-    if most < 1 or room < 1 or not texts or not encoder.tokenizer.is_fast:
+    room = room_for_text(encoder, encoder.max_length)
+    if most < 1 or room < 1 or not encoder.tokenizer.is_fast:
         return [[] for _ in texts]
-    cut = [text[: (most + 1) * room * _CHARS_PER_PIECE] for text in texts]
-    return [list(_windows(text, *_places(encoder, text), room, most)) for text in cut]
+    return [list(_windows(text, encoder, room, most)) for text in texts]
 
 
-def _places(encoder: TextEncoder, text: str) -> tuple[list[tuple[int, int]], int]:
-    """Where each piece of a text stands in it, and how many pieces its first line has."""
+def room_for_text(encoder: TextEncoder, length: int) -> int:
+    """Word pieces of a text beside the encoder's prompt and special tokens: an empty text keeps these only."""
+    return length - len(encoder.tokenize([encoder.prompt("document")])[0])
+
+
+def places_of_pieces(encoder: TextEncoder, text: str, most: int) -> list[tuple[int, int]]:
+    """Where each word piece of a text stands in it; at least `most` of them, where there are as many."""
     # not verbose: it would warn of a text that is longer than the model, which is why it is cut here
+    text = text[: most * _CHARS_PER_PIECE]
     found = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    places = list(found["offset_mapping"])
-    end = text.find("\n")
-    return places, sum(1 for start, _ in places if start < end)
+    return list(found["offset_mapping"])
 
 
-def _windows(text: str, places: list[tuple[int, int]], heading: int, room: int, most: int) -> Iterator[str]:
-    heading = heading if heading <= _HEADING * room else 0
-    above = text[: places[heading - 1][1]] + "\n" if heading else ""
-    starts = range(room, len(places), room - heading)
-    for start in starts[:most]:
+def _windows(text: str, encoder: TextEncoder, room: int, most: int) -> Iterator[str]:
+    places, end = places_of_pieces(encoder, text, (most + 1) * room), text.find("\n")
+    heading = sum(1 for start, _ in places if start <= end)  # its newline may be a piece, too
+    if heading > _HEADING * room:
+        heading = 0
+    above = text[: end + 1] if heading else ""
+    for start in range(room, len(places), room - heading)[:most]:
         inside = places[start : start + room - heading]
         yield above + text[inside[0][0] : inside[-1][1]]

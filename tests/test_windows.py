@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_late import all_by_hand, random_pieces, random_queries
 from tiny import make_documents, tiny_config
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import nci
 from nci.calibrate import Calibration
@@ -28,6 +30,7 @@ from nci.records import Document
 from nci.search.late import LateScores
 from nci.windows import further_windows
 
+ALPHABET = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 LENGTH = 12  # word pieces that the encoder reads at once, two of them around the text
 
 
@@ -70,6 +73,18 @@ def test_a_long_first_line_is_no_heading(reader: TextEncoder) -> None:
     line, rest = words(9), words(20, 20)
     (found,) = further_windows(["\n".join([" ".join(line), " ".join(rest)])], reader, 9)
     assert found[0].split() == [*line, *rest][10:20]
+
+
+def test_a_tokenizer_that_reads_newlines(reader: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of bytes: the newline behind a heading is a piece, and no window is longer than what is read."""
+    bytewise = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab=ALPHABET, merges=[])))
+    bytewise.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    monkeypatch.setattr(reader, "tokenizer", bytewise)
+    text = "a\n" + "0123456789" * 5
+    (found,) = further_windows([text], reader, 9)
+    assert found[:2] == ["a\n901234567", "a\n890123456"]
+    assert all(len(tokens(reader, window)) < LENGTH for window in found)
+    assert "".join([text[: LENGTH - 1], *(window[2:] for window in found)]) == text
 
 
 def test_prompts_leave_less_room(reader: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +195,27 @@ def test_a_share_of_how_much_nearer_the_rest_is(lengths: list[int], share: float
     nearer = np.where(there, all_by_hand(one, asked) - first, 0.0)
     wanted = first - first.min(1, keepdims=True) + share * nearer
     np.testing.assert_allclose(above.numpy(), np.take_along_axis(wanted, chosen.numpy(), axis=1), atol=2e-5)
-    late.device = late.rest.device = "elsewhere"  # type: ignore[union-attr]  # the way of a GPU, on this device
-    torch.testing.assert_close(late.above(torch.zeros(3, 6).scatter(1, chosen, 1.0), asked)[1].sum(), above.sum())
+    if late.rest is not None:
+        late.device = late.rest.device = "elsewhere"  # the way of a GPU, on this device
+        other = {
+            q: dict(zip(c, a, strict=True))
+            for q, (c, a) in enumerate(zip(chosen.tolist(), above.tolist(), strict=True))
+        }
+        again, same = late.above(torch.randn(3, 6), asked)
+        for query in range(3):
+            mine = dict(zip(again[query].tolist(), same[query].tolist(), strict=True))
+            assert mine == pytest.approx(other[query], abs=1e-5)
+
+
+def test_int8_finds_nearly_the_same() -> None:
+    opening, asked = random_pieces([4, 1, 7, 2, 5, 3], 20, 16), random_queries([6, 2, 4], 20)
+    rest = dataclasses.replace(random_pieces([2, 1, 3, 9, 1, 4], 20, 16, seed=3), projection=opening.projection)
+    pieces, scores = dataclasses.replace(opening, further=rest), torch.randn(3, 6)
+    settings: dict[str, Any] = {"candidates": 6, "device": "cpu", "share": 0.7}
+    small, exact = (LateScores(pieces, [0, 1, 2], precision=p, **settings) for p in ("int8", "fp32"))
+    assert small.rest is not None
+    assert small.rest.int8
+    torch.testing.assert_close(small.above(scores, asked)[1], exact.above(scores, asked)[1], atol=0.02, rtol=0)
 
 
 def test_the_line_names_them() -> None:

@@ -108,8 +108,14 @@ class Engine:
             return None
         precision = choose_precision(self.precision, self.device)
         special = special_pieces(self.tokenizer)
-        settings = {"candidates": self.candidates, "device": self.device, "share": self.model.config.further}
-        return LateScores(self.pieces, special, precision=precision, **settings)
+        return LateScores(
+            self.pieces,
+            special,
+            candidates=self.candidates,
+            device=self.device,
+            precision=precision,
+            share=self.model.config.further,
+        )
 
     @cached_property
     def reference(self) -> NCIModel:
@@ -263,6 +269,7 @@ class Engine:
             chosen, above = self.late.above(first, queries)
             late = torch.zeros_like(first).scatter_(1, chosen, above)
             if further and self.late.rest is not None:
+                assert not self.late.share, "it would count twice"
                 nearer = self.late.further(queries, chosen, self.late.compare(queries, chosen))
                 beyond = torch.zeros_like(first).scatter_(1, chosen, nearer)
         mask = queries.mask.long()

@@ -6,13 +6,14 @@ Only the best documents of each query by the other parts of the content score ar
 is how far a document is above the worst of these: the others lose nothing that they might have had. No training.
 
 Of a long document an encoder reads the opening. Where the windows behind it are kept, too, a share of how much nearer these
-are than the opening is added; the share is calibrated, and may be below 0.
+are than the opening is added to what a candidate has; the share is calibrated, and may be below 0.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,12 +68,25 @@ class LateScores:
         # what a GPU multiplies fast, and what a CPU does
         self.dtype = torch.float32 if device == "cpu" else torch.float16
         self.int8 = precision == "int8" and device == "cpu" and pieces.codes.shape[1] >= 16
-        self.rest: LateScores | None = None
-        if pieces.further is not None:
-            self.rest = LateScores(pieces.further, special, candidates=candidates, device=device, precision=precision)
+        self.beyond = pieces.further
+
+    @cached_property
+    def rest(self) -> LateScores | None:
+        """The same of windows behind the openings; on the device when they are asked for."""
+        if self.beyond is None:
+            return None
+        special = self.special.tolist()
+        return LateScores(
+            self.beyond,
+            special,
+            candidates=self.candidates,
+            device=self.device,
+            precision="int8" if self.int8 else "fp32",
+        )
 
     def above(self, scores: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-        """Candidates of each query, and how far each is above the worst of them, but for its rest: 2 x (queries, candidates).
+        """Candidates of each query, and how far each is above the worst of them, plus the share of how much nearer its rest
+        is: 2 x (queries, candidates).
 
         Args:
             scores: (queries, documents) by which candidates are chosen.
@@ -80,7 +94,7 @@ class LateScores:
         chosen = scores.topk(self.candidates, dim=1).indices
         similar = self.compare(asked, chosen)
         above = similar - similar.amin(1, keepdim=True)
-        if self.share and self.rest is not None:
+        if self.share:
             above = above + self.share * self.further(asked, chosen, similar)
         return chosen, above
 
