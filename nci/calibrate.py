@@ -45,8 +45,8 @@ class Calibration:
         residual: Factor on the decoder's part of every logit.
         popular: Times log(1 + its training queries), added to the content score of every other document.
         late: Weight of late interaction; 0 where there is none.
-        further: What windows behind the opening of a document count in it, as a share.
         hubs: Times `find_hubs`, added to the content score of every document.
+        further: What windows behind the opening of a document count in late interaction, as a share.
         drawn_by: The weights that hubs are found with: dense, lexical, late, share of further windows.
         found: R@1 of seen and unseen documents, before and after, and how many queries there were.
     """
@@ -59,7 +59,7 @@ class Calibration:
     late: float = 0.0
     hubs: float = 0.0
     further: float = 0.0
-    drawn_by: Sequence[float] = (0.0, 0.0, 0.0)
+    drawn_by: Sequence[float] = (0.0, 0.0, 0.0, 0.0)
     found: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -234,7 +234,7 @@ def fit(
     start = torch.cat([engine.model.anchor_weights.detach().float().cpu(), others]).to(evidence.dense.device)
     tree_sum = TreeSum(engine.trie).to(start.device)
     first = _likeliest(evidence, start, tree_sum, fewer)
-    if abs(first.further) < _LEAST_SHARE:  # not worth a second comparison
+    if evidence.further is not None and abs(first.further) < _LEAST_SHARE:  # not worth a second comparison
         evidence = replace(evidence, further=None)
         first = _likeliest(evidence, start, tree_sum, fewer)
     drawn_by = (first.kappa, first.lexical, first.late, first.further)

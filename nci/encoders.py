@@ -29,6 +29,7 @@ from nci.errors import ConfigError, MissingModelError, MissingPackageError
 from nci.lean import make_lean
 from nci.progress import hide_bars
 from nci.runtime import quiet
+from nci.windows import CHARS_PER_PIECE
 
 Pooling = Literal["mean", "cls", "max", "lasttoken"]
 Vectors = NDArray[np.float32]
@@ -43,7 +44,6 @@ _PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpu
 _MASKED_ALIKE = ("bert", "roberta", "xlm-roberta")  # encoders whose layers all take the same mask
 _BLOCK = 8192  # texts tokenised at once: enough for sorting by length to pay, little enough for any corpus
 _UNLIMITED = 10**6  # transformers writes "no limit" as a number without meaning
-_CHARS_PER_PIECE = 16  # English has 4 to 5; see `TextEncoder.tokenize`
 
 
 def find_encoder(name: str | Path) -> Path | str:
@@ -216,7 +216,7 @@ class TextEncoder:
         limit = min(max_length or self.max_length, self.max_length)
         # Tokenising a whole book to keep its first page can cost more than the forward pass. All of it is read only
         # where the opening gave fewer pieces than there is room for (long runs of blanks).
-        openings = [_opening(text, limit * _CHARS_PER_PIECE) for text in texts]
+        openings = [_opening(text, limit * CHARS_PER_PIECE) for text in texts]
         rows = self._token_ids(openings, limit)
         short = [i for i, row in enumerate(rows) if len(row) < limit and len(openings[i]) < len(texts[i])]
         for i, row in zip(short, self._token_ids([texts[i] for i in short], limit), strict=True):

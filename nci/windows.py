@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from nci.encoders import TextEncoder
 
-_CHARS_PER_PIECE = 16  # English has 4 to 5: as much text as can matter is tokenised, not a whole book
+CHARS_PER_PIECE = 16  # English has 4 to 5: as much text as can matter is tokenised, not a whole book
 _HEADING = 1 / 4  # of a window at most: a longer first line is no heading
 
 
@@ -36,7 +36,7 @@ def room_for_text(encoder: TextEncoder, length: int) -> int:
 def places_of_pieces(encoder: TextEncoder, text: str, most: int) -> list[tuple[int, int]]:
     """Where each word piece of a text stands in it; at least `most` of them, where there are as many."""
     # not verbose: it would warn of a text that is longer than the model, which is why it is cut here
-    text = text[: most * _CHARS_PER_PIECE]
+    text = text[: most * CHARS_PER_PIECE]
     found = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return list(found["offset_mapping"])
 

@@ -27,9 +27,9 @@ from nci.errors import ConfigError, DataError, MissingModelError
 from nci.progress import hide_bars
 from nci.records import Document, Hit, Hits
 from nci.runtime import quiet, uses_bf16
+from nci.windows import CHARS_PER_PIECE
 
 _TOGETHER = 64  # queries whose pairs share batches
-_CHARS_PER_PIECE = 16  # far more than any language has: what is cut here would be cut by the tokenizer too
 # What a family of models calls the layers between its encoder and a class.
 _NEW_PARTS = {"classifier", "pooler", "pre_classifier", "score", "head", "classification_head"}
 
@@ -83,7 +83,7 @@ class CrossEncoder:
 
     def logits(self, pairs: Sequence[tuple[str, str]]) -> Tensor:
         """Scores with gradients, (pairs,)."""
-        longest = self._max_length * _CHARS_PER_PIECE
+        longest = self._max_length * CHARS_PER_PIECE
         texts = [[query[:longest], document[:longest]] for query, document in pairs]
         # A long query must not push the document out, nor the other way round.
         tokens = self.tokenizer(

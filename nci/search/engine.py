@@ -266,12 +266,15 @@ class Engine:
         late = beyond = None
         if self.late is not None:
             first = model.document_scores(asked, lexical, choosing=True)
-            chosen, above = self.late.above(first, queries)
-            late = torch.zeros_like(first).scatter_(1, chosen, above)
             if further and self.late.rest is not None:
                 assert not self.late.share, "it would count twice"
-                nearer = self.late.further(queries, chosen, self.late.compare(queries, chosen))
+                chosen, similar = self.late.best(first, queries)
+                above = similar - similar.amin(1, keepdim=True)
+                nearer = self.late.further(queries, chosen, similar)
                 beyond = torch.zeros_like(first).scatter_(1, chosen, nearer)
+            else:
+                chosen, above = self.late.above(first, queries)
+            late = torch.zeros_like(first).scatter_(1, chosen, above)
         mask = queries.mask.long()
         return EncodedQueries(queries.states, mask, vectors, model.anchors(asked, lexical, late=late), late, beyond)
 

@@ -75,28 +75,28 @@ class LateScores:
         """The same of windows behind the openings; on the device when they are asked for."""
         if self.beyond is None:
             return None
+        precision: Precision = "int8" if self.int8 else "fp32"
         special = self.special.tolist()
-        return LateScores(
-            self.beyond,
-            special,
-            candidates=self.candidates,
-            device=self.device,
-            precision="int8" if self.int8 else "fp32",
-        )
+        return LateScores(self.beyond, special, candidates=self.candidates, device=self.device, precision=precision)
 
     def above(self, scores: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-        """Candidates of each query, and how far each is above the worst of them, plus the share of how much nearer its rest
-        is: 2 x (queries, candidates).
+        """Candidates of each query, and what each gets: 2 x (queries, candidates).
+
+        That is how far it is above the worst of them, and the share of how much nearer its rest is.
 
         Args:
             scores: (queries, documents) by which candidates are chosen.
         """
-        chosen = scores.topk(self.candidates, dim=1).indices
-        similar = self.compare(asked, chosen)
+        chosen, similar = self.best(scores, asked)
         above = similar - similar.amin(1, keepdim=True)
         if self.share:
             above = above + self.share * self.further(asked, chosen, similar)
         return chosen, above
+
+    def best(self, scores: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+        """Candidates of each query, the highest of (queries, documents), and late(q, d) of each: 2 x (queries, candidates)."""
+        chosen = scores.topk(self.candidates, dim=1).indices
+        return chosen, self.compare(asked, chosen)
 
     def further(self, asked: Asked, chosen: Tensor, opening: Tensor) -> Tensor:
         """How much nearer than its opening the rest of each document is, 0 where there is none: (queries, documents)."""
