@@ -1,12 +1,11 @@
 """Trained model + queries it has not seen -> the weights of the parts of its score.
 
 Training sees queries of some documents only, and weighs the parts as suits those. Here the queries of a tenth of the
-documents are withheld from a first build; afterwards eight numbers are fitted on them and on `dev`, documents with and
-without training queries counting the same: the weights of dense and lexical similarity and of late interaction, what windows
-behind the opening of long documents count in the latter, a constant for documents without any query, what often asked ones
-are ahead of the others, what hubs are behind them (`nci.hubs`), and a factor on what the decoder says. That build has more
-documents without queries than the index will have, which would hold the constant down: each of them counts as fewer. Knows no
-stages and no files.
+documents are withheld from a first build; afterwards seven numbers are fitted on them and on `dev`, documents with and
+without training queries counting the same: the weights of dense and lexical similarity and of late interaction, a constant
+for documents without any query, what often asked ones are ahead of the others, what hubs are behind them (`nci.hubs`), and a
+factor on what the decoder says. That build has more documents without queries than the index will have, which would hold the
+constant down: each of them counts as fewer. Knows no stages and no files.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from nci.search import Engine
 _AT_ONCE = 2**24  # numbers of the edges that are computed together
 _QUERIES = 256  # read together at most
 _MOST = 4000  # queries: more make no difference
-_LEAST_SHARE = 0.05  # of further windows: less is none
 _HELD = 2**27  # numbers per query and node that are kept; fitting needs a handful of their like
 
 
@@ -46,8 +44,7 @@ class Calibration:
         popular: Times log(1 + its training queries), added to the content score of every other document.
         late: Weight of late interaction; 0 where there is none.
         hubs: Times `find_hubs`, added to the content score of every document.
-        further: What windows behind the opening of a document count in late interaction, as a share.
-        drawn_by: The weights that hubs are found with: dense, lexical, late, share of further windows.
+        drawn_by: The weights that hubs are found with: dense, lexical, late.
         found: R@1 of seen and unseen documents, before and after, and how many queries there were.
     """
 
@@ -58,13 +55,11 @@ class Calibration:
     popular: float = 0.0
     late: float = 0.0
     hubs: float = 0.0
-    further: float = 0.0
-    drawn_by: Sequence[float] = (0.0, 0.0, 0.0, 0.0)
+    drawn_by: Sequence[float] = (0.0, 0.0, 0.0)
     found: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        further = f" (further windows {self.further:+.2f})" if self.further else ""
-        late = f", word pieces {self.late:.2f}{further}" if self.late else ""
+        late = f", word pieces {self.late:.2f}" if self.late else ""
         weights = f"dense {self.kappa:.2f}, BM25 {self.lexical:.2f}{late}, decoder {self.residual:.2f}"
         r1 = [
             f"{kind} {100 * self.found['before'][kind]:.1f} -> {100 * self.found['after'][kind]:.1f} ({count:,})"
@@ -80,7 +75,7 @@ class Calibration:
         assert model.anchor_weights is not None
         if model.config.late:  # which documents it compares stays as it was when the weights were fitted
             model.config.chosen_by = model.anchor_weights.exp().tolist()
-            model.config.late, model.config.further = self.late, self.further
+            model.config.late = self.late
         model.anchor_weights.copy_(torch.tensor([self.kappa, self.lexical]).log())
         model.head.out.weight.mul_(self.residual)
         if model.head.bias is not None:
@@ -133,7 +128,6 @@ class Evidence:
     targets: Tensor  # (queries,) leaves
     counts: Tensor  # (documents,) training queries of each, as floats
     hubs: Tensor | None = None  # (documents,)
-    further: Tensor | None = None  # (queries, documents) how much nearer the rest of a long document is
 
     @property
     def unseen(self) -> Tensor:
@@ -143,14 +137,13 @@ class Evidence:
     def scores(self, weights: Tensor) -> Tensor:
         """Content scores (queries, documents).
 
-        `weights`: log kappa, log lexical, constant, factor, lead of the popular, log late, lead of hubs, share of the further.
+        `weights`: log kappa, log lexical, constant, factor, lead of the popular, log late, lead of hubs.
         """
         prior = weights[2] * self.unseen + weights[4] * self.counts.log1p()
         prior = prior if self.hubs is None else prior + weights[6] * self.hubs
         late = 0.0 if self.late is None else weights[5].exp()
-        share = 0.0 if self.further is None else weights[7]
-        content = Content(self.dense, self.lexical, self.late, self.further)
-        return content.scores(weights[0].exp(), weights[1].exp(), late, share) + prior
+        content = Content(self.dense, self.lexical, self.late)
+        return content.scores(weights[0].exp(), weights[1].exp(), late) + prior
 
     def log_probs(self, weights: Tensor, tree_sum: TreeSum, fewer: float = 1.0) -> Tensor:
         """log p of each query's target: (queries,); only the siblings along its path count.
@@ -176,7 +169,7 @@ def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], c
     contents: list[Content] = []
     children, residual, own = [], [], []
     for start in range(0, len(texts), step):
-        queries, content = read_content(engine, list(texts[start : start + step]), further=True)
+        queries, content = read_content(engine, list(texts[start : start + step]))
         contents.append(content)
         levels, _, path = model.path_children(
             model.memories(queries.states),
@@ -189,7 +182,7 @@ def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], c
         residual.append(torch.stack([log_probs.float() for log_probs, _ in levels], dim=1))
         children.append(torch.stack([child for _, child in levels], dim=1))
         own.append(torch.where(path >= 0, path - children[-1][:, :, 0], -1))
-    dense, lexical, late, further = (
+    dense, lexical, late = (
         None if parts[0] is None else torch.cat(cast("tuple[Tensor, ...]", parts))
         for parts in zip(*contents, strict=True)
     )
@@ -202,7 +195,6 @@ def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], c
         torch.cat(own),
         leaves,
         torch.as_tensor(counts, device=model.device).float(),
-        further=further,
     )
 
 
@@ -230,14 +222,11 @@ def fit(
     evidence = gather(engine, [texts[i] for i in chosen], np.asarray(targets)[chosen], counts)
     assert engine.model.anchor_weights is not None
     late = engine.model.config.late if evidence.late is not None else 1.0
-    others = torch.tensor([0.0, 1.0, 0.0, float(np.log(late)), 0.0, 0.0])
+    others = torch.tensor([0.0, 1.0, 0.0, float(np.log(late)), 0.0])
     start = torch.cat([engine.model.anchor_weights.detach().float().cpu(), others]).to(evidence.dense.device)
     tree_sum = TreeSum(engine.trie).to(start.device)
     first = _likeliest(evidence, start, tree_sum, fewer)
-    if evidence.further is not None and abs(first.further) < _LEAST_SHARE:  # not worth a second comparison
-        evidence = replace(evidence, further=None)
-        first = _likeliest(evidence, start, tree_sum, fewer)
-    drawn_by = (first.kappa, first.lexical, first.late, first.further)
+    drawn_by = (first.kappa, first.lexical, first.late)
     hubs = find_hubs(engine, known, drawn_by)
     evidence = replace(evidence, hubs=torch.as_tensor(hubs, device=start.device))
     return replace(_likeliest(evidence, start, tree_sum, fewer), drawn_by=drawn_by), hubs
@@ -264,14 +253,7 @@ def _likeliest(evidence: Evidence, start: Tensor, tree_sum: TreeSum, fewer: floa
     kappa, lexical, late = (float(fitted[place].exp()) for place in (0, 1, 5))
     unseen, residual, popular, hubs = (float(fitted[place]) for place in (2, 3, 4, 6))
     return Calibration(
-        kappa,
-        lexical,
-        unseen,
-        max(0.0, residual),
-        popular,
-        late=late if evidence.late is not None else 0.0,
-        hubs=hubs,
-        further=float(fitted[7]) if evidence.further is not None else 0.0,
+        kappa, lexical, unseen, max(0.0, residual), popular, late if evidence.late is not None else 0.0, hubs
     )
 
 

@@ -31,29 +31,24 @@ class Content(NamedTuple):
     dense: Tensor  # cosine
     lexical: Tensor | None  # as a share of the highest
     late: Tensor | None  # above the worst candidate
-    further: Tensor | None = None  # of late interaction, how much nearer the rest of a long document is
 
-    def scores(
-        self, kappa: float | Tensor, lexical: float | Tensor, late: float | Tensor, share: float | Tensor = 0.0
-    ) -> Tensor:
-        """All parts with their weights; `share` of the further in the late."""
+    def scores(self, kappa: float | Tensor, lexical: float | Tensor, late: float | Tensor) -> Tensor:
+        """All parts with their weights."""
         total = kappa * self.dense
         total = total if self.lexical is None else total + lexical * self.lexical
-        if self.late is None:
-            return total
-        return total + late * (self.late if self.further is None else self.late + share * self.further)
+        return total if self.late is None else total + late * self.late
 
 
-def read_content(engine: Engine, texts: Sequence[str], *, further: bool = False) -> tuple[EncodedQueries, Content]:
-    """Some queries as the model reads them, and how near each document is to them; `further` windows only where asked for."""
+def read_content(engine: Engine, texts: Sequence[str]) -> tuple[EncodedQueries, Content]:
+    """Some queries as the model reads them, and how near each document is to them."""
     vectors = engine.reference.tables.vectors
-    queries, stored = engine.encode(texts, further=further), engine.stored_vectors(texts, len(texts))
+    queries, stored = engine.encode(texts), engine.stored_vectors(texts, len(texts))
     asked = queries.vectors if stored is None else stored
     assert vectors is not None and asked is not None
     lexical = None
     if engine.lexical is not None:
         lexical = torch.as_tensor(engine.lexical.normalised(texts), device=vectors.device)
-    return queries, Content(asked.float() @ vectors.T, lexical, queries.late, queries.further)
+    return queries, Content(asked.float() @ vectors.T, lexical, queries.late)
 
 
 @torch.no_grad()
@@ -63,7 +58,7 @@ def find_hubs(engine: Engine, pairs: Iterable[tuple[str, int]], weights: Sequenc
     Args:
         engine: Searches with a trained model.
         pairs: Texts and the leaves they ask for.
-        weights: Of the parts of the content score: dense, lexical, late, and the share of further windows in it.
+        weights: Of the parts of the content score: dense, lexical, late.
     """
     asked: dict[str, set[int]] = {}
     for text, leaf in pairs:
@@ -75,7 +70,7 @@ def find_hubs(engine: Engine, pairs: Iterable[tuple[str, int]], weights: Sequenc
     chosen = sorted((texts[i] for i in np.random.default_rng(0).permutation(len(texts))[:MOST]), key=len)
     for start in range(0, len(chosen), step):
         part = chosen[start : start + step]
-        scores = read_content(engine, part, further=any(weights[3:]))[1].scores(*weights)
+        scores = read_content(engine, part)[1].scores(*weights)
         own = torch.tensor([(row, leaf) for row, text in enumerate(part) for leaf in asked[text]]).T
         scores[own[0], own[1]] = -torch.inf
         log_probs = scores.log_softmax(1).nan_to_num(nan=_LEAST)  # nan: it asks for every document there is

@@ -10,9 +10,8 @@ from transformers import PreTrainedConfig
 class NCIConfig(PreTrainedConfig):  # type: ignore[misc]
     """Shape of the network; the switches are explained in `nci.config.ModelConfig`.
 
-    `late` is 0 where an index has no word pieces. `further` is what windows behind the opening of a document count in it.
-    `chosen_by` are the weights of dense and lexical similarity by which late interaction chooses its candidates, where
-    calibration has changed those of the score.
+    `late` is 0 where an index has no word pieces. `chosen_by` are the weights of dense and lexical similarity by which late
+    interaction chooses its candidates, where calibration has changed those of the score.
     """
 
     model_type = "nci"
@@ -36,7 +35,6 @@ class NCIConfig(PreTrainedConfig):  # type: ignore[misc]
         kappa: float = 20.0,
         lexical: float = 10.0,
         late: float = 0.0,
-        further: float = 0.0,
         chosen_by: list[float] | None = None,
         query_vector: str = "trained",
         content: bool = False,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor
 from nci.encoders import TextEncoder, pool_tokens
 from nci.errors import DataError
 from nci.shards import write_rows
-from nci.windows import further_windows
 
 UNIT = 127  # a code of 1.0
 
@@ -33,48 +31,37 @@ class PieceVectors:
     first: NDArray[np.int64]  # (documents,)
     lengths: NDArray[np.int64]  # (documents,)
     projection: NDArray[np.float32]  # (width of the encoder, width)
-    further: PieceVectors | None = None  # those of the windows behind what an encoder reads at once; some have none
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def in_order(self, order: NDArray[np.integer]) -> PieceVectors:
         """The same codes for documents in another order."""
-        further = None if self.further is None else self.further.in_order(order)
-        return replace(self, first=self.first[order], lengths=self.lengths[order], further=further)
+        return replace(self, first=self.first[order], lengths=self.lengths[order])
 
     def save(self, folder: Path) -> None:
-        """`codes.npy` with the pieces of the documents one after the other, `lengths.npy`, `projection.npy`, `further/`."""
-        self._save(folder)
-        np.save(folder / "projection.npy", self.projection, allow_pickle=False)
-        if self.further is not None:
-            self.further._save(folder / "further")
-
-    def _save(self, folder: Path) -> None:
+        """`codes.npy` with the pieces of the documents one after the other, `lengths.npy`, `projection.npy`."""
         folder.mkdir(parents=True, exist_ok=True)
         shape = (int(self.lengths.sum()), self.codes.shape[1])
         places = zip(self.first.tolist(), self.lengths.tolist(), strict=True)
         each = (self.codes[start : start + length] for start, length in places)
         write_rows(folder / "codes.npy", each, shape, np.dtype(np.int8))
         np.save(folder / "lengths.npy", self.lengths.astype(np.int32), allow_pickle=False)
+        np.save(folder / "projection.npy", self.projection, allow_pickle=False)
 
     @classmethod
     def load(cls, folder: Path) -> PieceVectors:
         """Map what `save` wrote into memory, unread."""
-        projection = np.load(folder / "projection.npy", allow_pickle=False)
-        further = cls._load(folder / "further", projection) if (folder / "further").exists() else None
-        pieces = cls._load(folder, projection)
-        if further is not None and len(further) != len(pieces):
-            raise DataError(f"{folder}: further windows are of other documents; build the index again")
-        return replace(pieces, further=further)
-
-    @classmethod
-    def _load(cls, folder: Path, projection: NDArray[np.float32]) -> PieceVectors:
-        codes = np.load(folder / "codes.npy", mmap_mode="r", allow_pickle=False)
-        lengths = np.load(folder / "lengths.npy", allow_pickle=False).astype(np.int64)
+        names = ("codes", "lengths", "projection")
+        codes, lengths, projection = (
+            np.load(folder / f"{name}.npy", mmap_mode="r" if name == "codes" else None, allow_pickle=False)
+            for name in names
+        )
+        lengths = lengths.astype(np.int64)
+        first = np.cumsum(lengths) - lengths
         if lengths.sum() != len(codes) or projection.shape[1] != codes.shape[1]:
             raise DataError(f"{folder}: codes, lengths and projection do not fit; build the index again")
-        return cls(codes, np.cumsum(lengths) - lengths, lengths, projection)
+        return cls(codes, first, lengths, projection)
 
 
 @torch.inference_mode()
@@ -98,41 +85,23 @@ def encode_pieces(
     projection: NDArray[np.float32],
     *,
     batch_size: int = 32,
-    windows: int = 1,
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, NDArray[Any]]:
-    """Of documents, in their order, `vectors` as the encoder gives them, `codes` of all pieces, and their `lengths`.
-
-    With several windows also `further_codes` and `further_lengths`, of what an encoder does not read at once.
-    """
-    beyond = further_windows(texts, encoder, windows - 1)
-    every = [*texts, *chain.from_iterable(beyond)]  # one after the other, so that those of one length share a pass
+    """Of documents, in their order, `vectors` as the encoder gives them, `codes` of all pieces, and their `lengths`."""
     vectors = np.empty((len(texts), encoder.width), dtype=np.float32)
-    codes: list[NDArray[np.int8]] = [np.empty(0, np.int8)] * len(every)
+    codes: list[NDArray[np.int8]] = [np.empty(0, np.int8)] * len(texts)
     directions = torch.as_tensor(projection, device=encoder.model.device)
-    for places, states, mask in encoder.states(_prompted(encoder, every), batch_size):
+    for places, states, mask in encoder.states(_prompted(encoder, texts), batch_size):
         pooled = pool_tokens(states, mask, encoder.settings.pooling)
         pooled = torch.nn.functional.normalize(pooled, dim=-1) if encoder.settings.normalise else pooled
-        openings = places < len(texts)
-        vectors[places[openings]] = pooled.float().cpu().numpy()[openings]
+        vectors[places] = pooled.float().cpu().numpy()
         found = project(states, directions).mul_(UNIT).round_().to(torch.int8).cpu().numpy()
         for place, row, length in zip(places.tolist(), found, mask.sum(1).tolist(), strict=True):
             codes[place] = row[:length]
         if progress is not None:
-            progress(int(openings.sum()))
+            progress(len(places))
     lengths = np.array([len(each) for each in codes], np.int32)
-    opening, rest = codes[: len(texts)], codes[len(texts) :]
-    made: dict[str, NDArray[Any]] = {
-        "vectors": vectors,
-        "codes": np.concatenate(opening),
-        "lengths": lengths[: len(texts)],
-    }
-    if windows > 1:
-        owners = np.repeat(np.arange(len(texts)), [len(each) for each in beyond])
-        further = np.bincount(owners, lengths[len(texts) :], len(texts)).astype(np.int32)
-        empty = np.empty((0, projection.shape[1]), np.int8)
-        made |= {"further_codes": np.concatenate([empty, *rest]), "further_lengths": further}
-    return made
+    return {"vectors": vectors, "codes": np.concatenate(codes), "lengths": lengths}
 
 
 def special_pieces(tokenizer: Any) -> list[int]:

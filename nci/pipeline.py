@@ -130,8 +130,6 @@ def _build(
         log.info("%s is up to date", out)
         return live
     calibration = _calibrate(making, stages, data, doc_ids, held_out) if config.calibrate.share else None
-    if calibration is None and config.embed.pieces and config.embed.windows > 1:
-        log.info("%-10s further windows of long documents count nothing without calibration", "calibrate")
     made = making.make(stages, data)
     if int(os.environ.get("RANK", "0")) != 0:
         return out

@@ -68,14 +68,12 @@ class EmbedConfig(Section):
         encoder: "minilm", "mpnet" (all-mpnet-base-v2; needs packages of its own), a folder, or a name on the Hugging Face Hub.
         pooling: mean, cls or max over the tokens; auto reads what the encoder's folder says, else mean.
         normalise: Scale vectors to length 1.
-        max_length: Word pieces of a document that are read, at once.
+        max_length: Word pieces of a document that are read.
         batch_size: Documents per forward pass.
         shard_size: Documents per resumable shard.
         precision: auto takes bf16 where the device has it, which is twice as fast and as good; vectors stay float32.
         pieces: Also keep a vector of so many numbers, at most the encoder's, for every word piece of a document, for late
             interaction; 0 keeps none.
-        windows: Read so many windows of max_length for the vectors of word pieces, and need so many times their memory; the
-            vector of a document is that of the first. What the others count is calibrated: without that, nothing.
     """
 
     encoder: str = "minilm"
@@ -86,11 +84,10 @@ class EmbedConfig(Section):
     shard_size: int = 4096
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     pieces: int = 0
-    windows: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(self, {"pieces": 0, "windows": 1}, "--embed.")
+        check_least(self, {"pieces": 0}, "--embed.")
         check(self.max_length > 0, "--embed.max_length must be positive")
         check(self.batch_size > 0, "--embed.batch_size must be positive")
         check(self.shard_size > 0, "--embed.shard_size must be positive")

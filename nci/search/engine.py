@@ -108,14 +108,7 @@ class Engine:
             return None
         precision = choose_precision(self.precision, self.device)
         special = special_pieces(self.tokenizer)
-        return LateScores(
-            self.pieces,
-            special,
-            candidates=self.candidates,
-            device=self.device,
-            precision=precision,
-            share=self.model.config.further,
-        )
+        return LateScores(self.pieces, special, candidates=self.candidates, device=self.device, precision=precision)
 
     @cached_property
     def reference(self) -> NCIModel:
@@ -256,27 +249,17 @@ class Engine:
         return rankings(found)
 
     @torch.inference_mode()
-    def encode(self, texts: Sequence[str], *, further: bool = False) -> EncodedQueries:
-        """Everything about some queries that does not depend on the beam, by the model's own modules.
-
-        `further`: Also how much nearer the rest of long documents is, where their pieces are kept.
-        """
+    def encode(self, texts: Sequence[str]) -> EncodedQueries:
+        """Everything about some queries that does not depend on the beam, by the model's own modules."""
         model = self.reference
         queries, vectors, asked, lexical = self._read(texts)
-        late = beyond = None
+        late = None
         if self.late is not None:
             first = model.document_scores(asked, lexical, choosing=True)
-            if further and self.late.rest is not None:
-                assert not self.late.share, "it would count twice"
-                chosen, similar = self.late.best(first, queries)
-                above = similar - similar.amin(1, keepdim=True)
-                nearer = self.late.further(queries, chosen, similar)
-                beyond = torch.zeros_like(first).scatter_(1, chosen, nearer)
-            else:
-                chosen, above = self.late.above(first, queries)
+            chosen, above = self.late.above(first, queries)
             late = torch.zeros_like(first).scatter_(1, chosen, above)
         mask = queries.mask.long()
-        return EncodedQueries(queries.states, mask, vectors, model.anchors(asked, lexical, late=late), late, beyond)
+        return EncodedQueries(queries.states, mask, vectors, model.anchors(asked, lexical, late=late), late)
 
     def _read(self, texts: Sequence[str]) -> tuple[Asked, Tensor, Tensor, Tensor | None]:
         """States of some queries, their vectors, those that the anchor reads, and lexical scores where there are any."""

@@ -4,16 +4,12 @@
 
 Only the best documents of each query by the other parts of the content score are compared, and what is added to a score
 is how far a document is above the worst of these: the others lose nothing that they might have had. No training.
-
-Of a long document an encoder reads the opening. Where the windows behind it are kept, too, a share of how much nearer these
-are than the opening is added to what a candidate has; the share is calibrated, and may be below 0.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +39,6 @@ class LateScores:
         special: Tokens that are no pieces of a query: its beginning, its end.
         candidates: Documents compared per query.
         precision: int8, on a CPU, compares codes of the queries' pieces.
-        share: What windows behind the opening count, where there are any.
     """
 
     def __init__(
@@ -54,55 +49,27 @@ class LateScores:
         candidates: int,
         device: str,
         precision: Precision = "fp32",
-        share: float = 0.0,
     ) -> None:
-        self.device, self.candidates, self.share = device, min(candidates, len(pieces)), share
+        self.device, self.candidates = device, min(candidates, len(pieces))
         self.codes = mapped(pieces.codes).to(device)
-        # where a document has no piece, any other stands for it, and is not counted
-        self.there = torch.as_tensor(pieces.lengths > 0, device=device)
-        self.first = torch.as_tensor(np.minimum(pieces.first, len(pieces.codes) - 1), device=device)
-        self.last = torch.as_tensor(np.maximum(pieces.lengths - 1, 0), device=device)
+        self.first = torch.as_tensor(pieces.first, device=device)
+        self.last = torch.as_tensor(pieces.lengths - 1, device=device)
         self.longest = int(pieces.lengths.max())
         self.directions = torch.as_tensor(pieces.projection, device=device)
         self.special = torch.as_tensor(list(special), dtype=torch.long, device=device)
         # what a GPU multiplies fast, and what a CPU does
         self.dtype = torch.float32 if device == "cpu" else torch.float16
         self.int8 = precision == "int8" and device == "cpu" and pieces.codes.shape[1] >= 16
-        self.beyond = pieces.further
-
-    @cached_property
-    def rest(self) -> LateScores | None:
-        """The same of windows behind the openings; on the device when they are asked for."""
-        if self.beyond is None:
-            return None
-        precision: Precision = "int8" if self.int8 else "fp32"
-        special = self.special.tolist()
-        return LateScores(self.beyond, special, candidates=self.candidates, device=self.device, precision=precision)
 
     def above(self, scores: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-        """Candidates of each query, and what each gets: 2 x (queries, candidates).
-
-        That is how far it is above the worst of them, and the share of how much nearer its rest is.
+        """Candidates of each query, and how far each is above the worst of them: 2 x (queries, candidates).
 
         Args:
             scores: (queries, documents) by which candidates are chosen.
         """
-        chosen, similar = self.best(scores, asked)
-        above = similar - similar.amin(1, keepdim=True)
-        if self.share:
-            above = above + self.share * self.further(asked, chosen, similar)
-        return chosen, above
-
-    def best(self, scores: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-        """Candidates of each query, the highest of (queries, documents), and late(q, d) of each: 2 x (queries, candidates)."""
         chosen = scores.topk(self.candidates, dim=1).indices
-        return chosen, self.compare(asked, chosen)
-
-    def further(self, asked: Asked, chosen: Tensor, opening: Tensor) -> Tensor:
-        """How much nearer than its opening the rest of each document is, 0 where there is none: (queries, documents)."""
-        if self.rest is None:
-            return torch.zeros_like(opening)
-        return torch.where(self.rest.there[chosen], self.rest.compare(asked, chosen) - opening, 0.0)
+        similar = self.compare(asked, chosen)
+        return chosen, similar - similar.amin(1, keepdim=True)
 
     def compare(self, asked: Asked, chosen: Tensor) -> Tensor:
         """late(q, d) of some documents (queries, documents) of each query."""

@@ -25,7 +25,6 @@ class EncodedQueries:
     vectors: Tensor | None = None  # (queries, width)
     anchors: Tensor | None = None  # (queries, nodes)
     late: Tensor | None = None  # (queries, documents) what late interaction finds, before its weight
-    further: Tensor | None = None  # (queries, documents) how much nearer the rest of a long document is
 
 
 @dataclass(frozen=True)
