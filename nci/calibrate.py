@@ -29,6 +29,7 @@ from nci.search import Engine
 _AT_ONCE = 2**24  # numbers of the edges that are computed together
 _QUERIES = 256  # read together at most
 _MOST = 4000  # queries: more make no difference
+_KEPT_BACK = 2  # times as many documents give one query as give all of theirs
 _HELD = 2**27  # numbers per query and node that are kept; fitting needs a handful of their like
 
 
@@ -89,12 +90,33 @@ class Calibration:
 
 def withheld(doc_ids: Iterable[str], config: CalibrateConfig) -> set[str]:
     """The documents, of those with training queries, whose queries are withheld; the same whatever their order."""
-
-    def lot(doc_id: str) -> bytes:
-        return hashlib.sha256(f"{config.seed}\0{doc_id}".encode("utf-8", "surrogatepass")).digest()
-
-    ordered = sorted(set(doc_ids), key=lot)
+    ordered = sorted(set(doc_ids), key=lambda doc_id: _lot(doc_id, config.seed))
     return set(ordered[: round(config.share * len(ordered))])
+
+
+def kept_back(
+    pairs: Iterable[tuple[str, str]], dev: Iterable[tuple[str, str]], config: CalibrateConfig
+) -> frozenset[str]:
+    """Training queries in place of those that `dev` has not: one each of some documents that have others.
+
+    Without any query of a document with training queries, nothing would hold the others back.
+
+    Args:
+        pairs: Queries and doc_ids, without those of withheld documents.
+        dev: The same of `dev`; where enough of them ask for a document of `pairs`, nothing is kept back.
+    """
+    queries: dict[str, set[str]] = {}
+    for text, doc_id in pairs:
+        queries.setdefault(doc_id, set()).add(text)
+    if sum(doc_id in queries for _, doc_id in dev) >= config.least:
+        return frozenset()
+    several = sorted((each for each in queries if len(queries[each]) > 1), key=lambda each: _lot(each, config.seed))
+    chosen = several[: round(_KEPT_BACK * config.share * len(queries))]
+    return frozenset(min(queries[each], key=lambda text: _lot(text, config.seed)) for each in chosen)
+
+
+def _lot(text: str, seed: int) -> bytes:
+    return hashlib.sha256(f"{seed}\0{text}".encode("utf-8", "surrogatepass")).digest()
 
 
 def fewer_unseen(documents: int, seen: int, finally_seen: int) -> float:
@@ -236,20 +258,23 @@ def _likeliest(evidence: Evidence, start: Tensor, tree_sum: TreeSum, fewer: floa
     """The best weights for some evidence; `start` is where the search for them begins, and what it is drawn back to."""
     new = evidence.unseen[evidence.targets] > 0  # (queries,)
     share = torch.where(new, 0.5 / new.sum().clamp(min=1), 0.5 / (~new).sum().clamp(min=1))
-    weights = start.clone().requires_grad_(True)
-    optimiser = torch.optim.LBFGS([weights], max_iter=60, line_search_fn="strong_wolfe")
+    free = torch.ones_like(start)
+    if bool(new.all() | (~new).all()):  # queries of one kind do not say how far it should be ahead of the other
+        free[[2, 4] if bool(new[0]) else 2] = 0
+    change = torch.zeros_like(start).requires_grad_(True)
+    optimiser = torch.optim.LBFGS([change], max_iter=60, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         optimiser.zero_grad()
-        own = evidence.log_probs(weights, tree_sum, fewer)
+        own = evidence.log_probs(start + free * change, tree_sum, fewer)
         # As much as one query in all would say: it matters only where there are few.
-        prior = (weights - start).square().sum() / (2 * len(own))
+        prior = change.square().sum() / (2 * len(own))
         value = prior - (own * share).sum()
         value.backward()  # type: ignore[no-untyped-call]
         return value
 
     optimiser.step(loss)  # type: ignore[arg-type, no-untyped-call]
-    fitted = weights.detach()
+    fitted = (start + free * change).detach()
     kappa, lexical, late = (float(fitted[place].exp()) for place in (0, 1, 5))
     unseen, residual, popular, hubs = (float(fitted[place]) for place in (2, 3, 4, 6))
     return Calibration(

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from nci import store
 from nci.assembly import Assembly
-from nci.calibrate import Calibration, compared, fewer_unseen, fit, found_first, withheld
+from nci.calibrate import Calibration, compared, fewer_unseen, fit, found_first, kept_back, withheld
 from nci.config import Config, content_key
 from nci.corpus import Source, fingerprint, open_dataset, read_documents, write_documents
 from nci.errors import ConfigError, IndexCorruptError, IndexNotFoundError
@@ -168,6 +168,9 @@ def _calibrate(
         return None
     chosen = withheld((doc_ids[row] for _, row in data.real), config.calibrate)
     fold, held = data.without({row for row, doc_id in enumerate(doc_ids) if doc_id in chosen})
+    dev = [(query.text, rows[0]) for query, rows in data.all_dev]
+    known, judged = ([(text, doc_ids[row]) for text, row in pairs] for pairs in (fold.real, dev))
+    fold, back = fold.without(texts=kept_back(known, judged, config.calibrate))
     if held_out:
         rows = {doc_id: row for row, doc_id in enumerate(doc_ids)}
         fold = replace(fold, generated=[(text, rows[doc_id]) for text, doc_id in held_out if doc_id in rows])
@@ -176,13 +179,12 @@ def _calibrate(
         return None
     log.info("%-10s a first build without the queries of some documents", "calibrate")
     fewer = fewer_unseen(len(doc_ids), len(fold.seen_rows), len(data.seen_rows))
-    file = stages.folder / "calibrate" / f"{content_key(making.key(fold), held, fewer)}.json"
+    file = stages.folder / "calibrate" / f"{content_key(making.key(fold), held + back, fewer)}.json"
     inner = stages if stages.shared else Stages(stages.folder / "calibrate")
     if not file.exists():
         made = making.make(inner, fold, stages)
         if int(os.environ.get("RANK", "0")) == 0:
-            asked = [(query.text, rows[0]) for query, rows in data.all_dev] + held
-            asked = [(text, row) for text, row in asked if is_query(text)]
+            asked = [(text, row) for text, row in dev + held + back if is_query(text)]
             leaves = made.assembly.leaf_of_row[[row for _, row in asked]]
             found = _fitted(made, fold, [text for text, _ in asked], leaves, fewer)
             file.parent.mkdir(exist_ok=True)

@@ -26,7 +26,6 @@ from nci.names import (
 )
 from nci.recipe import QueryGenConfig, Recipe
 from nci.systems import COMPOSED, MAKERS
-from nci.training_data import split_pairs
 
 if TYPE_CHECKING:
     from nci.workbench import Workbench
@@ -87,8 +86,10 @@ def check(bench: Workbench, name: str) -> None:
         check(bench, part)
     if (kind in NEED_PAIRS or kind == "const") and not bench.pairs:
         raise ConfigError(f"--systems: {name} needs training queries, and the data has no qrels/train.tsv")
-    if kind in FITTED and not split_pairs(bench.dataset, "dev"):
-        raise ConfigError(f"--systems: {name} needs held-out queries, and the data has no qrels/dev.tsv")
+    if kind in FITTED and not (bench.dev or bench.fold.kept_back):
+        raise ConfigError(
+            f"--systems: {name} needs held-out queries: qrels/dev.tsv, or training documents with several queries each"
+        )
     if kind in NEED_GENERATED and bench.generated_from is None:
         raise ConfigError(
             f"--systems: {name} needs generated queries: --generated auto makes them, --generated FILE names them"

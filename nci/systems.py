@@ -37,7 +37,6 @@ from nci.names import FITTED, FOLD, INDEXES, QUERYLESS, TAKE_GENERATED, config_o
 from nci.pairs import first_of_each
 from nci.recipe import Recipe
 from nci.records import Hits
-from nci.training_data import split_pairs
 
 if TYPE_CHECKING:  # both import torch; a name that was typed wrong is to be told at once
     from nci.index import Index
@@ -91,7 +90,7 @@ def key(bench: Workbench, name: str, seed: int = 0) -> str:
     elif name in ("dense", "dense-hnsw"):
         settings = bench.settings["dense"] if bench.baselines.get("dense") else bench.config.embed
     elif kind in FITTED:
-        settings = [split_pairs(bench.dataset, "dev"), asdict(bench.calibrate), *CHANGED[kind]]
+        settings = [bench.dev, asdict(bench.calibrate), *CHANGED[kind]]
     return content_key(name, parts, bench.data_key, kind in TAKE_GENERATED and bench.generated_key, settings)
 
 
@@ -252,7 +251,7 @@ def _fit(bench: Workbench, name: str) -> Made:
 
     out = _folder(bench, name)
     if not (out / "COMPLETE").exists():
-        asked = split_pairs(bench.dataset, "dev") + bench.withheld
+        asked = bench.dev + bench.withheld
         parts, seen = _parts(bench.fold, name)[0], bench.fold.seen
         ScoreFusion.train(parts, asked, out=out, seen=seen, fewer=bench.fewer_unseen)
     parts, size = _parts(bench, name)

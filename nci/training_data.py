@@ -30,10 +30,13 @@ class TrainingData:
         """Documents with at least one real query."""
         return sorted({row for _, row in self.real})
 
-    def without(self, rows: Collection[int]) -> tuple[TrainingData, list[tuple[str, int]]]:
-        """The same without the real queries of some documents, and those queries."""
-        held = [pair for pair in self.real if pair[1] in rows]
-        return replace(self, real=[pair for pair in self.real if pair[1] not in rows]), held
+    def without(
+        self, rows: Collection[int] = (), texts: Collection[str] = ()
+    ) -> tuple[TrainingData, list[tuple[str, int]]]:
+        """The same without the real queries of some documents and without some others, and all those queries."""
+        held = [(text, row) for text, row in self.real if row in rows or text in texts]
+        left = [(text, row) for text, row in self.real if row not in rows and text not in texts]
+        return replace(self, real=left), held
 
 
 def split_pairs(dataset: Dataset | None, split: str) -> list[tuple[str, str]]:

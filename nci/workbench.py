@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from nci.assembly import load_embedder
 from nci.baselines import Searcher
 from nci.baselines.settings import BASELINES, usual_settings
-from nci.calibrate import fewer_unseen, withheld
+from nci.calibrate import fewer_unseen, kept_back, withheld
 from nci.config import CalibrateConfig, Config, CorpusConfig, content_key
 from nci.corpus import Dataset, fingerprint
 from nci.encoders import TextEncoder
@@ -48,6 +48,7 @@ class Workbench:
         made: Systems that are open, by their keys, with the bytes of what they keep.
         whole: The workbench that this one is a fold of.
         hidden: Documents whose training queries a fold does without.
+        kept_back: Other training queries that it does without.
     """
 
     dataset: Dataset
@@ -61,6 +62,7 @@ class Workbench:
     made: dict[str, tuple[Searcher, int]] = field(default_factory=dict)
     whole: Workbench | None = None
     hidden: frozenset[str] = frozenset()
+    kept_back: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.settings: dict[str, Any] = {}
@@ -76,8 +78,13 @@ class Workbench:
     def pairs(self) -> list[tuple[str, str]]:
         """Training queries with their documents; a fold has no query that asks for a hidden one."""
         pairs = self.whole.pairs if self.whole else split_pairs(self.dataset, "train")
-        unknown = {query for query, doc_id in pairs if doc_id in self.hidden}
+        unknown = self.kept_back.union(query for query, doc_id in pairs if doc_id in self.hidden)
         return [pair for pair in pairs if pair[0] not in unknown]
+
+    @cached_property
+    def dev(self) -> list[tuple[str, str]]:
+        """Queries of `dev` with their documents."""
+        return self.whole.dev if self.whole else split_pairs(self.dataset, "dev")
 
     @cached_property
     def seen(self) -> frozenset[str]:
@@ -107,7 +114,11 @@ class Workbench:
 
     def _without(self, calibrate: CalibrateConfig) -> Workbench:
         hidden = withheld(self.seen, calibrate)
-        return replace(self, whole=self, hidden=frozenset(hidden)) if hidden else self
+        if not hidden:
+            return self
+        fold = replace(self, whole=self, hidden=frozenset(hidden), kept_back=frozenset())
+        back = kept_back(fold.pairs, self.dev, calibrate)
+        return replace(fold, kept_back=back) if back else fold
 
     @cached_property
     def generated(self) -> list[tuple[str, str]]:

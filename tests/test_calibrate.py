@@ -14,7 +14,18 @@ from tiny import Workshop, make_workshop, tiny_config
 
 from nci import pipeline, store
 from nci.anchors import TreeSum
-from nci.calibrate import Calibration, Evidence, _likeliest, compared, fewer_unseen, fit, found_first, gather, withheld
+from nci.calibrate import (
+    Calibration,
+    Evidence,
+    _likeliest,
+    compared,
+    fewer_unseen,
+    fit,
+    found_first,
+    gather,
+    kept_back,
+    withheld,
+)
 from nci.config import CalibrateConfig, SearchConfig
 from nci.corpus import open_dataset
 from nci.hubs import find_hubs, read_content
@@ -246,6 +257,34 @@ def test_what_is_withheld_depends_on_ids_and_seed_alone() -> None:
     assert withheld(names, CalibrateConfig()) == set()
 
 
+def test_without_dev_one_query_each_of_some_documents_that_have_others_is_kept_back() -> None:
+    settings = CalibrateConfig(share=0.1, least=5)
+    pairs = [(f"q{number} {which}", f"d{number}") for number in range(100) for which in range(1 + number % 2 * 2)]
+    back = kept_back(pairs, [], settings)
+    owners = dict(pairs)
+    assert len(back) == len({owners[text] for text in back}) == 20
+    assert all(int(owners[text][1:]) % 2 for text in back), "a document would have no query left"
+    assert kept_back(list(reversed(pairs)), [], settings) == back
+    assert kept_back(pairs, [("asked", "d1")] * 4 + [("asked", "new")] * 9, settings) == back, (
+        "too few of them are seen"
+    )
+    assert kept_back(pairs, [("asked", "d1")] * 5, settings) == frozenset()
+    assert kept_back([pair for pair in pairs if pair[0].endswith(" 0")], [], settings) == frozenset()
+
+
+def test_queries_of_one_kind_do_not_move_the_other(engine: Engine) -> None:
+    """Documents without training queries would get ahead of all others where nobody asks for those."""
+    counts, texts = np.arange(engine.trie.documents) % 2, [f"item{number % 9}" for number in range(40)]
+    new, seen = (np.resize(np.flatnonzero(counts == kind), 40) for kind in (0, 1))
+    found, _ = fit(engine, texts, new, counts)
+    assert (found.unseen, found.popular) == (0, 0)
+    assert found.kappa != pytest.approx(engine.model.anchor_weights.exp().tolist()[0])  # type: ignore[union-attr]
+    found, _ = fit(engine, texts, seen, counts)
+    assert found.unseen == 0 != found.popular
+    found, _ = fit(engine, texts, np.where(np.arange(40) % 4 == 0, new, seen), counts)
+    assert found.unseen != 0 != found.popular
+
+
 def test_evidence_without_a_lexical_part() -> None:
     none = torch.zeros(1, 1, 2)
     evidence = Evidence(
@@ -302,6 +341,21 @@ def test_an_index_is_calibrated_on_what_a_first_build_has_not_seen(
     caplog.clear()
     build(beir, out, config)
     assert any("up to date" in record.getMessage() for record in caplog.records)
+
+
+def test_an_index_without_dev_is_calibrated_on_both_kinds(tmp_path: Path, config: Any) -> None:
+    queries = [(f"apple {colour} item{number}", f"d{number}") for number in range(40) for colour in ("red", "green")]
+    documents = [{"id": f"d{number}", "text": f"apple item{number}"} for number in range(50)]
+    generation = build(documents, tmp_path / "my.index", config, queries=queries)
+    manifest = store.read_manifest(generation)["report"]
+    assert manifest["calibration"]["found"]["queries"] == {"seen": 19, "unseen": 32}
+    assert manifest["pairs"]["real"] == 80, "the index itself learns from all queries"
+    once = [(text, doc_id) for text, doc_id in queries if "red" in text]
+    found = store.read_manifest(build(documents, tmp_path / "once.index", config, queries=once))["report"][
+        "calibration"
+    ]
+    assert found["found"]["queries"] == {"seen": 0, "unseen": 16}
+    assert (found["unseen"], found["popular"]) == (0, 0)
 
 
 def _asked(beir: Path, doc_id: str) -> int:

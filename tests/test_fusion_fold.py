@@ -31,7 +31,7 @@ Pairs = list[tuple[str, str]]
 def bench_of(data: Path, folder: Path, encoder: Path, *, share: float = 0.3, recipe: Recipe | None = None) -> Workbench:
     dataset = open_dataset(data)
     assert dataset is not None
-    config = tiny_config(encoder, train={"epochs": 0.5}, calibrate={"share": share})
+    config = tiny_config(encoder, train={"epochs": 0.5}, calibrate={"share": share, "least": 1})
     return Workbench(dataset, folder, config, device="cpu", generated_from=recipe)
 
 
@@ -67,6 +67,20 @@ def test_a_fold_lacks_the_queries_of_some_documents(bench: Workbench) -> None:
     assert len({bench.data_key, fold.data_key, fold.fold.data_key}) == 3
     assert fold.fold.seen < fold.seen
     assert key(fold, "knn") != key(bench, "knn")
+
+
+def test_without_dev_a_fold_lacks_some_queries_of_other_documents_too(tmp_path: Path, encoder: Path) -> None:
+    data = make_beir(tmp_path / "data")
+    (data / "qrels" / "dev.tsv").unlink()
+    bench = bench_of(data, tmp_path / "systems", encoder, share=0.1)
+    fold = bench.fold
+    assert len(fold.kept_back) == 5 == round(2 * 0.1 * len(fold.seen))
+    assert fold.seen == bench.seen - fold.hidden
+    others = [pair for pair in bench.withheld if pair[1] not in fold.hidden]
+    assert {query for query, _ in others} == fold.kept_back
+    assert {doc_id for _, doc_id in others} <= fold.seen
+    found = settings_of(bench, SUM)
+    assert set(found.weights) == {"bm25", "bm25+trainq"}
 
 
 @pytest.mark.parametrize(("share", "documents"), [(0.0, 3), (0.1, 3), (0.5, 15)])

@@ -318,6 +318,9 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     lines = [json.loads(line) for line in (found["SCHEMA"] / "corpus.jsonl").read_text().splitlines()]
     write_lines(found["SCHEMA"] / "corpus.jsonl", ({"key": row["_id"], "body_text": row["text"]} for row in lines))
     (found["NODEV"] / "qrels" / "dev.tsv").unlink()
+    header, *rows = (found["NODEV"] / "qrels" / "train.tsv").read_text().splitlines()
+    once = {row.split("\t")[1]: row for row in rows}  # one query of each document: none can be kept back
+    (found["NODEV"] / "qrels" / "train.tsv").write_text("\n".join([header, *once.values(), ""]))
     return found
 
 
