@@ -163,7 +163,8 @@ class CalibrateConfig(Section):
     Args:
         share: Part of the training documents whose queries are withheld in a first build, which then fits the weights;
             0 leaves them as training does.
-        least: Without so many withheld queries nothing is fitted.
+        least: Without so many withheld queries nothing is fitted. With fewer of `dev`, one query each of some documents that
+            have others is kept back, too.
         seed: Which documents are withheld.
     """
 
