@@ -45,6 +45,8 @@ COST_NOTES = (
     "ms per query: baselines run as their libraries do; nci bench compares encoders on equal terms.",
     "index MB: all that a system keeps; for nci with its network and texts.",
     "scored: documents that get a score, for a query; one that several parts of a system score counts for each.",
+    "withheld: R@1 of the queries that its weights were fitted on (dev, and some of train), seen and unseen documents counting "
+    "the same, before it was made of everything: what settings may be chosen by.",
 )
 Task = tuple[str, int]
 """A system by name, and one of its seeds."""
@@ -61,6 +63,7 @@ class Ranked:
     index_bytes: int
     scored: float  # documents, for a query
     seconds: float  # for making it, where that was missing, and searching
+    withheld: float | None = None  # what it found first of queries that were withheld when it was fitted
 
 
 @dataclass
@@ -76,6 +79,7 @@ class Result:
         merged: How many indexes answer together in one row.
         data: Name of the data set's folder.
         per_seed: R@1 of each seed.
+        withheld: R@1, before it was made of everything, of the queries that a system was fitted on; only of those that are.
         judged: R@1 of every query, the mean over a system's seeds: what the p-values are made from.
         qrels: What every query asks for.
     """
@@ -93,6 +97,7 @@ class Result:
     merged: dict[str, int] = field(default_factory=dict)
     data: str = ""
     per_seed: dict[str, list[float]] = field(default_factory=dict)
+    withheld: dict[str, float] = field(default_factory=dict)
     judged: significance.Judged | None = field(default=None, repr=False)
     qrels: Qrels = field(default_factory=dict, repr=False)
 
@@ -107,16 +112,17 @@ class Result:
         lines = [f"{self.data}: {self.split}, {self.queries} queries (%)", table(self.systems, columns), ""]
         width = max(map(len, self.systems), default=0)
         lines.append(
-            f"{'':{width}}  ms per query   index MB    scored     seeds   R@1 +-   p of R@1 against {self.reference}"
+            f"{'':{width}}  ms per query   index MB    scored     seeds  withheld   R@1 +-   p of R@1 against {self.reference}"
         )
         for name in self.systems:
             spread = f"{100 * self.spread[name]['R@1']:.2f}" if name in self.spread else "-"
             p = f"{self.p_values[name]:.4f}" if name in self.p_values else "-"
             megabytes = self.index_bytes[name] / 1e6
+            withheld = f"{100 * self.withheld[name]:.2f}" if name in self.withheld else "-"
             seeds = f"{self.merged[name]} merged" if name in self.merged else f"{self.seeds[name]}"
             lines.append(
                 f"{name:{width}}  {self.latency_ms[name]:12.2f} {megabytes:10.1f} "
-                f"{self.documents_scored[name]:9,.0f} {seeds:>9} {spread:>8} {p:>8}"
+                f"{self.documents_scored[name]:9,.0f} {seeds:>9} {withheld:>9} {spread:>8} {p:>8}"
             )
         return "\n".join(lines)
 
@@ -290,10 +296,12 @@ def ranked(
             seconds = round(time.perf_counter() - started, 1)
         latency = latency_ms(searcher, [query.text for query in queries]) if timed else None
         facts = {"system": name, "latency_ms": latency, "index_bytes": size, "scored": scored, "seconds": seconds}
+        facts["withheld"] = searcher.withheld
         staged = facts_file.with_suffix(".tmp")
         staged.write_text(json.dumps(facts), encoding="utf-8")
         os.replace(staged, facts_file)  # last: it says that the ranking beside it is whole
-    return Ranked(read_run(file), facts["latency_ms"] or 0.0, facts["index_bytes"], facts["scored"], facts["seconds"])
+    latency, size, scored, seconds = (facts[name] for name in ("latency_ms", "index_bytes", "scored", "seconds"))
+    return Ranked(read_run(file), latency or 0.0, size, scored, seconds, facts.get("withheld"))
 
 
 def search_all(searcher: Searcher, queries: Sequence[Query], depth: int = DEPTH) -> tuple[Run, float]:
@@ -327,6 +335,8 @@ def _add(result: Result, name: str, ranked: Sequence[Ranked], qrels: Qrels, metr
     result.index_bytes[name] = int(np.mean([one.index_bytes for one in ranked]))
     result.documents_scored[name] = round(float(np.mean([one.scored for one in ranked])), 1)
     result.seeds[name] = len(rows)
+    if known := [one.withheld for one in ranked if one.withheld is not None]:
+        result.withheld[name] = float(np.mean(known))
     result.per_seed[name] = [row["R@1"] for row in rows]
 
 
@@ -341,6 +351,7 @@ def _append(file: Path, bench: Workbench, result: Result, row: str, name: str, s
             "metrics": result.systems[row],
             "spread": result.spread.get(row),
             "seeds": result.seeds[row],
+            "withheld": result.withheld.get(row),
             "seconds": round(seconds, 1),
         }
     )

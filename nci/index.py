@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -42,6 +42,7 @@ class Index:
         self.folder = Path(folder)
         self.generation = store.resolve(self.folder)
         self.manifest = store.read_manifest(self.generation)
+        self.withheld = _withheld(self.manifest)
         store.check(self.generation, self.manifest, paranoid=paranoid)
         try:
             self.config = self._settings()
@@ -203,6 +204,7 @@ class Index:
         if name == "trained":
             return self
         other = copy.copy(self)
+        other.withheld = None
         if name == "zeroed":
             other.engine = self.engine.zeroed()
         elif name == "untrained":
@@ -369,3 +371,10 @@ def _is_hub_name(name: str) -> bool:
     """Whether `owner/name` can be meant; where there is a folder `owner` here, a file of it was."""
     owner, slash, rest = name.partition("/")
     return bool(slash and rest) and "/" not in rest and not name.startswith((".", "~")) and not Path(owner).is_dir()
+
+
+def _withheld(manifest: Mapping[str, Any]) -> float | None:
+    """R@1 of the queries that an index was calibrated on, of seen and unseen documents alike, before it knew all queries."""
+    found = manifest.get("report", {}).get("calibration", {}).get("found", {})
+    kinds = [kind for kind, count in found.get("queries", {}).items() if count]
+    return sum(found["after"][kind] for kind in kinds) / len(kinds) if kinds else None

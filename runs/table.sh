@@ -6,9 +6,10 @@
 #   BESIDE=1 SYSTEMS=nci,nci-zeroed,bm25+qg SEEDS=1 JOBS=1 runs/table.sh DATA_ROOT OUT
 #                                            all data sets at once, beside each other on one GPU: the index alone, the soonest
 #
-# OUT/NAME gets table.txt, table.json, table.tex, table.png, tradeoff.png and all that was built, OUT/summary.md R@1 of all. The same command
-# takes up a killed run, and where everything is there it only prints. `nci compare --help` explains the systems. PYTHON names the
-# interpreter that nci is installed for: PYTHON=venv/bin/python runs/table.sh DATA_ROOT OUT.
+# OUT/NAME gets table.txt, table.json, table.tex, table.png, tradeoff.png and all that was built, OUT/summary.md R@1 of all, also of the
+# withheld queries, by which settings may be chosen: SYSTEMS="nci,longer=nci[train.epochs=12]". The same command takes up a killed run,
+# and where everything is there it only prints. `nci compare --help` explains the systems. PYTHON names the interpreter that nci is
+# installed for: PYTHON=venv/bin/python runs/table.sh DATA_ROOT OUT.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python}
@@ -70,6 +71,17 @@ if means:
             spread = f" +- {100 * found['spread'][row]:.2f}" if row in found["spread"] else ""
             p = f", p {corrected[name]:.4f}" if name in corrected else ""
             cells.append(f"{100 * found['systems'][row]:.2f}{spread}{p}" if row in found["systems"] else "-")
+        lines.append(f"| `{row}` | {' | '.join(cells)} |")
+withheld = {name: next(iter(found["splits"].values()))["withheld"] for name, found in tables.items()}
+if any(withheld.values()):
+    lines += ["", "R@1 of the withheld queries that a system was fitted on: what settings are chosen by. In bold the best mean of all.", ""]
+    lines += [f"| withheld | {' | '.join(withheld)} | mean |", "|---" * (len(withheld) + 2) + "|"]
+    chosen = [row for row in rows if any(row in values for values in withheld.values())]
+    means = {row: sum(values[row] for values in withheld.values()) / len(withheld) for row in chosen if all(row in values for values in withheld.values())}
+    for row in chosen:
+        cells = [f"{100 * values[row]:.2f}" if row in values else "-" for values in withheld.values()]
+        mean = f"{100 * means[row]:.2f}" if row in means else "-"
+        cells.append(f"**{mean}**" if row in means and means[row] == max(means.values()) else mean)
         lines.append(f"| `{row}` | {' | '.join(cells)} |")
 (folder / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 print("\n" + "\n".join(lines))

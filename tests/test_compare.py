@@ -85,6 +85,36 @@ def test_how_many_documents_every_system_scores(result: Result, workbench: Workb
     assert lines[1][3] == f"{seen:,}"
 
 
+def test_what_settings_may_be_chosen_by(result: Result, workbench: Workbench) -> None:
+    """R@1 of withheld queries, of what is fitted on them: fusions here, since the indexes of this bench are not calibrated."""
+    fitted = {name for name in NAMES if name.startswith(("sum:", "const:"))}
+    assert set(result.withheld) == fitted
+    for name in fitted:
+        system = make(workbench, name)[0]
+        assert result.withheld[name] == system.withheld
+        assert 0 < result.withheld[name] <= 1
+        (line,) = (line.split() for line in result.text().splitlines()[len(NAMES) + 3 :] if line.startswith(f"{name} "))
+        assert line[5] == f"{100 * result.withheld[name]:.2f}"
+    assert "withheld: R@1 of the queries that its weights were fitted on" in result.notes()
+
+
+def test_a_calibrated_index_says_what_it_found_of_withheld_queries(tmp_path: Path, encoder: Path) -> None:
+    dataset = open_dataset(make_beir(tmp_path / "data"))
+    assert dataset is not None
+    config = Config.from_dict(tiny_values(encoder, calibrate={"share": 0.3, "least": 5}))
+    bench = Workbench(dataset, tmp_path / "systems", config, device="cpu", seeds=2)
+    file = tmp_path / "rows.jsonl"
+    result = compare(bench, ["nci", "nci-zeroed", "bm25"], "test", tmp_path, append=file)
+    found = [make(bench, "nci", seed)[0].manifest["report"]["calibration"]["found"] for seed in range(2)]  # type: ignore[attr-defined]
+    assert all(min(one["queries"].values()) > 0 for one in found), "of both kinds of documents"
+    wanted = sum(one["after"][kind] for one in found for kind in ("seen", "unseen")) / 4
+    assert result.withheld == {"nci": pytest.approx(wanted)}, "zeroed was not calibrated by itself"
+    rows = {row["row"]: row["withheld"] for row in map(json.loads, file.read_text().splitlines())}
+    assert rows == {"nci": pytest.approx(wanted), "nci-zeroed": None, "bm25": None}
+    again = compare(bench, ["nci", "nci-zeroed", "bm25"], "test", tmp_path)
+    assert again.as_json() == result.as_json()
+
+
 def test_a_row_is_what_the_system_finds(result: Result, workbench: Workbench) -> None:
     queries, qrels = workbench.dataset.split("test")
     for name in ("bm25", "bm25+trainq", "dense"):

@@ -180,7 +180,9 @@ def test_unseen_documents_get_a_constant(tmp_path: Path) -> None:
     made = ScoreFusion.train(systems, pairs, out=tmp_path, seen={"a"})
     assert made.settings.unseen > 0.1
     stored = json.loads((tmp_path / "settings.json").read_text())
-    assert stored == {"depth": 100, "weights": {"one": 0.5, "two": 0.5}, "unseen": made.settings.unseen}
+    fitted = {"weights": {"one": 0.5, "two": 0.5}, "unseen": made.settings.unseen, "found": made.withheld}
+    assert stored == {"depth": 100, **fitted}
+    assert made.withheld == 1.0, "every query finds its document with it"
     loaded = ScoreFusion.load(tmp_path, systems, seen={"a"})
     assert [hits[0].doc_id for hits in loaded.search([query for query, _ in pairs])] == names
 

@@ -382,7 +382,7 @@ def test_tables_beside_each_other(folders: dict[str, Path], tmp_path: Path) -> N
         shutil.copy(qrels / "dev.tsv", qrels / "test-unseen.tsv")
     settings = tmp_path / "tiny.yaml"
     settings.write_text(yaml.safe_dump(tiny_values(folders["encoder"], train={"epochs": 0.5})))
-    chosen = {"BESIDE": "1", "SEEDS": "1", "JOBS": "1", "PRESET": str(settings), "SYSTEMS": "bm25,nci"}
+    chosen = {"BESIDE": "1", "SEEDS": "1", "JOBS": "1", "PRESET": str(settings), "SYSTEMS": "bm25,nci,const:bm25"}
     chosen["COMPARE_FLAGS"] = "--bm25.runs true --bm25.stemmer null"
     result = script("table", tmp_path / "data", tmp_path / "out", **chosen)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -392,11 +392,19 @@ def test_tables_beside_each_other(folders: dict[str, Path], tmp_path: Path) -> N
     assert summary.startswith("| R@1 | one | two |\n")
     assert "\n\n| mean of R@1 | one | two |\n" in summary
     mean = json.loads((tmp_path / "out" / "two" / "table.json").read_text())["mean"]
-    (first, second) = (line for line in summary.split("mean of R@1")[1].splitlines() if line.startswith("| `"))
+    _, means, withheld = (
+        part.splitlines() for part in re.split(r"^\| (?:mean of R@1|withheld) \|", summary, flags=re.M)
+    )
+    (first, second, _) = (line for line in means if line.startswith("| `"))
     # both data sets are the same, and so are both p-values: Holm doubles them
     p = min(1.0, 2 * mean["tests"]["bm25"]["p_value"])
     assert first == "| `bm25` |" + f" {100 * mean['systems']['bm25']:.2f}, p {p:.4f} |" * 2
     assert second == "| `nci` |" + f" {100 * mean['systems']['nci']:.2f} |" * 2
+    found = json.loads((tmp_path / "out" / "two" / "table.json").read_text())["splits"]["test"]["withheld"]
+    cell = f"{100 * found['const:bm25']:.2f}"
+    assert found.keys() == {"const:bm25"}, "nothing else is fitted here"
+    assert withheld[0] == " one | two | mean |"
+    assert withheld[2:] == [f"| `const:bm25` | {cell} | {cell} | **{cell}** |"]
     assert (tmp_path / "out" / "one" / "tradeoff.png").stat().st_size > 1000
     (tmp_path / "data" / "two" / "queries.jsonl").write_text("{")
     shutil.rmtree(tmp_path / "out" / "two")

@@ -19,7 +19,12 @@ from nci.records import Document, Hit, Hits
 
 
 class Searcher(Protocol):
-    """Whatever answers queries: the index itself, or a baseline."""
+    """Whatever answers queries: the index itself, or a baseline.
+
+    `withheld`: What it found first, before it was made of everything, of queries that were withheld; none where it fits nothing.
+    """
+
+    withheld: float | None
 
     @overload
     def search(self, queries: str, k: int = 10) -> Hits: ...
@@ -31,6 +36,7 @@ class Baseline(ABC):
     """A searcher that answers texts in batches; one query alone is a batch of one."""
 
     queries_at_once = 256
+    withheld: float | None = None
 
     @overload
     def search(self, queries: str, k: int = 10) -> Hits: ...

@@ -81,11 +81,13 @@ class FusionSettings:
         weights: What each system counts; `train` fits them.
         unseen: Added to the score of a document without any training query, which systems trained on such queries
             hold back; `train` fits it, too.
+        found: R@1 of the queries that all this was fitted on, those of seen and of unseen documents counting the same.
     """
 
     depth: int = 100
     weights: Mapping[str, float] = field(default_factory=dict)
     unseen: float = 0.0
+    found: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if any(not math.isfinite(weight) or weight < 0 for weight in self.weights.values()):
@@ -119,6 +121,7 @@ class ScoreFusion(_Fusion):
         if settings.weights.keys() != searchers.keys():
             raise ConfigError(f"the fusion of {', '.join(searchers)} has weights for {', '.join(settings.weights)}")
         self.settings = settings
+        self.withheld = settings.found
         self._weights = np.array([settings.weights[each] for each in searchers])
         self._seen = seen
 
@@ -162,7 +165,7 @@ class ScoreFusion(_Fusion):
             stays = ~unseen | (gain > 0) | np.array([_lot(doc_id) < fewer for doc_id in doc_ids], bool)
             examples.append((scores[stays], unseen[stays], gain[stays]))
         weights, constant, share = fit(examples)
-        fitted = FusionSettings(depth, dict(zip(searchers, weights.tolist(), strict=True)), constant)
+        fitted = FusionSettings(depth, dict(zip(searchers, weights.tolist(), strict=True)), constant, share)
         shown = ", ".join(f"{each} {weight:.3f}" for each, weight in fitted.weights.items())
         said = "%-10s %s, unseen %+.3f: R@1 %.1f on %d queries, seen and unseen documents counting the same"
         log.info(said, "weights", shown, constant, 100 * share, len(examples))
