@@ -17,8 +17,9 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
+from nci.analyser import Analyser
 from nci.config import LexicalConfig
-from nci.lexical import BREAK, Analyser, LexicalScores
+from nci.lexical import BREAK, LexicalScores
 from nci.pairs import SOURCES, Pair, first_of_each
 
 VERSION = 3

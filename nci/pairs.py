@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from nci.analyser import UNSPACED
 from nci.config import PairsConfig
 from nci.errors import ConfigError
-from nci.lexical import UNSPACED
 from nci.progress import hide_bars
 from nci.records import Document
 

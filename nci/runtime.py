@@ -42,10 +42,15 @@ def check_device(device: str | None) -> str:
     return device
 
 
+def has_bf16() -> bool:
+    """Whether this CPU has instructions for bf16."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def uses_bf16(precision: Literal["auto", "fp32", "bf16"], device: str) -> bool:
     """Whether to compute in bf16: on a GPU, and on a CPU that has instructions for it, unless told otherwise."""
     if precision == "auto":
-        return device.startswith("cuda") or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return device.startswith("cuda") or has_bf16()
     return precision == "bf16"
 
 

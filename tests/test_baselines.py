@@ -15,11 +15,12 @@ import Stemmer  # type: ignore[import-not-found]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nci.analyser import _STOPWORDS, Analyser
 from nci.baselines import Searcher
 from nci.baselines.bm25 import BM25
 from nci.baselines.dense import Dense
 from nci.errors import ConfigError, DataError, IndexCorruptError, MissingPackageError
-from nci.lexical import _STOPWORDS, Analyser, LexicalScores
+from nci.lexical import LexicalScores
 from nci.records import Document
 
 WORDS = [

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import make_documents, make_queries, tiny_config
 
+from nci.analyser import Analyser
 from nci.config import LexicalConfig
 from nci.errors import IndexCorruptError
 from nci.expansion import Appended, OwnScores, appended_queries, expanded_scores
 from nci.index import Index
-from nci.lexical import Analyser, LexicalScores
+from nci.lexical import LexicalScores
 from nci.pairs import SOURCES, BatchPlan, Pair
 from nci.pipeline import build
 

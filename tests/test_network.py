@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, cast, get_args
 
@@ -42,12 +43,19 @@ def near(found: Tensor, wanted: Tensor, precision: str) -> None:
     biased=st.booleans(),
     seed=st.integers(0, 99),
 )
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_linear_layers(precision: Precision, rows: int, inner: int, outer: int, biased: bool, seed: int) -> None:
+@pytest.mark.parametrize(("precision", "old"), [("fp32", False), *itertools.product(("bf16", "int8"), (False, True))])
+def test_linear_layers(
+    precision: Precision, old: bool, rows: int, inner: int, outer: int, biased: bool, seed: int
+) -> None:
+    """Also as on a CPU without instructions for bf16 and int8."""
     torch.manual_seed(seed)
     weight, x = torch.randn(outer, inner), torch.randn(rows, inner)
     bias = 3 * torch.randn(outer) if biased else None
-    layer = make_linear(weight, bias, precision, "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        if old:
+            patch.setattr("nci.search.linear.has_bf16", lambda: False)
+            patch.setattr("nci.search.linear.int8_overflows", lambda: True)
+        layer = make_linear(weight, bias, precision, "cpu")
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     given_x, product, wanted = x.to(dtype), F.linear(x, weight), F.linear(x, weight, bias)
     near(layer(given_x), wanted, precision)
@@ -78,6 +86,14 @@ def test_rounding_is_there() -> None:
         )
     assert errors["fp32"] < 1e-5
     assert min(errors["bf16"], errors["int8"]) > 1e-3
+
+
+@pytest.mark.parametrize("inner", [2, 3, 64, 385])
+def test_int8_does_not_overflow(inner: int) -> None:
+    """All products as large as can be; where a CPU adds two of them in 16 bits, half of the sum would be lost."""
+    layer = make_linear(torch.ones(5, inner), None, "int8", "cpu")
+    torch.testing.assert_close(layer(torch.ones(3, inner)), torch.full((3, 5), float(inner)), rtol=0.01, atol=0)
+    torch.testing.assert_close(layer(-torch.ones(3, inner)), torch.full((3, 5), -float(inner)), rtol=0.01, atol=0)
 
 
 def test_int8_has_a_scale_per_row() -> None:

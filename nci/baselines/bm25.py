@@ -30,7 +30,7 @@ class BM25(Baseline):
         b: How much long documents are held back.
         stemmer: A Snowball algorithm by name, or None.
         stopwords: "en", or None to keep every word.
-        runs: Every run of letters and digits is a word, see `nci.lexical.Analyser`.
+        runs: Every run of letters and digits is a word, see `nci.analyser.Analyser`.
         extra: Queries known to ask for a document, by doc_id: appended to its text.
         name: What hits say they come from.
     """

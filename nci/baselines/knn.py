@@ -60,7 +60,12 @@ class Knn(Baseline):
             raise DataError(f"{len(pairs)} training queries need one vector each, not an array of {vectors.shape}")
         owner = np.array([rows[doc_id] for _, doc_id in pairs])  # (pairs,)
         order = np.argsort(owner, kind="stable")
-        self._vectors = unit(np.ascontiguousarray(vectors[order], np.float32))  # (pairs, width), document by document
+        # Each query once: a matrix product may round equal columns differently, and two documents of one query would not tie.
+        texts = np.array([query for query, _ in pairs], object)[order]
+        _, first, self._query = np.unique(
+            texts, return_index=True, return_inverse=True
+        )  # (pairs,) document by document
+        self._vectors = unit(np.ascontiguousarray(vectors[order[first]], np.float32))  # (queries, width)
         self._rows, self._starts = np.unique(owner[order], return_index=True)  # (seen documents,)
 
     @classmethod
@@ -106,13 +111,13 @@ class Knn(Baseline):
         return [self._shelf.hits(self._rows, row, k) for row in scores]
 
     def _scores(self, queries: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        similarity = queries @ self._vectors.T  # (queries, pairs)
+        similarity = (queries @ self._vectors.T)[:, self._query]  # (queries, pairs)
         best = np.maximum.reduceat(similarity, self._starts, axis=1)  # (queries, seen documents)
         if self._settings.weighting == "best":
             return best
         # t log sum exp(s / t): the logarithm of the share, up to what is the same for all documents. Relative to each
         # document's best, so that nothing overflows and nothing far away becomes a tie at 0.
-        sizes = np.diff([*self._starts, len(self._vectors)])
+        sizes = np.diff([*self._starts, len(self._query)])
         similarity -= np.repeat(best, sizes, axis=1)
         np.exp(similarity / self._settings.temperature, out=similarity)
         total = np.log(np.add.reduceat(similarity, self._starts, axis=1))

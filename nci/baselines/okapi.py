@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nci.lexical import Analyser, LexicalScores, check_parameters
+from nci.analyser import Analyser
+from nci.lexical import LexicalScores, check_parameters
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from nci.analyser import Analyser
 from nci.contrast_settings import ContrastSettings
 from nci.errors import ConfigError, check_least
-from nci.lexical import Analyser, check_parameters
+from nci.lexical import check_parameters
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,15 @@ In: a device and a precision, or counted operations, bytes and seconds. Knows no
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from nci.errors import ConfigError
-
-Precision = Literal["fp32", "bf16", "int8"]
+from nci.runtime import has_bf16
+from nci.search.linear import Precision, int8_overflows, pack_int8
 
 CUDA_SIZES = (8192,)
 CPU_SIZES = (1024, 1536, 2048)
@@ -59,21 +58,13 @@ def fraction(flops: float, bytes_moved: float, seconds: float, peaks: Peaks) -> 
 def _product(size: int, device: str, precision: Precision) -> Callable[[], Any]:
     """A product of two square matrices, ready to run."""
     left, right = torch.randn(2, size, size, device=device).unbind()
-    if precision != "int8":
-        dtype = _DTYPES[precision]
-        a, b, out = left.to(dtype), right.to(dtype), torch.empty(size, size, dtype=dtype, device=device)
-        return lambda: torch.mm(a, b, out=out)
-    before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = "x86"  # the engine is fixed when the weight is packed
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # newer releases call quantised tensors deprecated
-            scale = right.abs().amax(1) / 127
-            weight = torch.quantize_per_channel(right, scale, torch.zeros(size, dtype=torch.long), 0, torch.qint8)  # type: ignore[no-untyped-call]
-            packed = torch.ops.quantized.linear_prepack(weight, None)
-    finally:
-        torch.backends.quantized.engine = before
-    return lambda: torch.ops.quantized.linear_dynamic(left, packed)
+    if precision == "int8":
+        packed, seven_bits = pack_int8(right), int8_overflows()
+        return lambda: torch.ops.quantized.linear_dynamic(left, packed, seven_bits)
+    # Where a CPU has no bf16, layers are computed in float32.
+    dtype = torch.float32 if device == "cpu" and not has_bf16() else _DTYPES[precision]
+    a, b, out = left.to(dtype), right.to(dtype), torch.empty(size, size, dtype=dtype, device=device)
+    return lambda: torch.mm(a, b, out=out)
 
 
 def _seconds(work: Callable[[], Any], device: str, warmup: int = 3, calls: int = 10) -> float:

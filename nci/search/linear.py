@@ -1,19 +1,21 @@
 """Weights -> a linear layer ready to run, in one of three precisions. Knows no network.
 
 float32 is the reference. bf16 is for GPUs, and for CPUs that have it, where the weight is reordered once instead of at
-every call. int8 is for CPUs: weights are quantised per row and packed once, inputs at every call.
+every call. int8 is for CPUs: weights are quantised per row and packed once, inputs at every call. An index that was told to
+use one of them is searched on any CPU, only slower where that has no instructions for it.
 """
 
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nci.runtime import uses_bf16
+from nci.runtime import has_bf16, uses_bf16
 
 Precision = Literal["fp32", "bf16", "int8"]
 
@@ -45,7 +47,7 @@ def make_linear(
     if precision == "int8" and not outliers:
         return PackedInt8(weight, bias)
     if device == "cpu" and (precision == "bf16" or (precision == "int8" and uses_bf16("auto", device))):
-        return PackedBf16(weight, bias)
+        return PackedBf16(weight, bias) if has_bf16() else WideBf16(weight, bias)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     return Plain(weight.to(device, dtype), None if bias is None else bias.to(device, dtype))
 
@@ -105,28 +107,60 @@ class PackedBf16:
         return self(x, "relu")
 
 
+class WideBf16(PackedBf16):
+    """The same on a CPU without bf16: weights and inputs are rounded to it, products are float32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight.bfloat16().float()
+        self.bias = None if bias is None else bias.bfloat16().float()
+
+    def __call__(self, x: Tensor, activation: str = "none", bias: bool = True) -> Tensor:
+        out = F.linear(x.bfloat16().float(), self.weight, self.bias if bias else None)
+        if activation != "none":
+            out = F.gelu(out) if activation == "gelu" else out.relu_()
+        return out.to(x.dtype)
+
+
+@cache
+def int8_overflows() -> bool:
+    """Whether this CPU adds two products of bytes in 16 bits, which hold them only if inputs have 7 bits instead of 8."""
+    product = torch.ops.quantized.linear_dynamic(torch.ones(1, 64), pack_int8(torch.ones(1, 64)), False)
+    return float(product) < 60
+
+
+def pack_int8(weight: Tensor) -> torch.ScriptObject:
+    """A weight (out, in) with one scale per row, for `linear_dynamic`."""
+    weight = weight.detach().float().cpu()
+    scales = weight.abs().amax(1).clamp(min=1e-8) / 127
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantised tensors are called old, their kernels remain the fastest
+        zeros = torch.zeros(len(weight), dtype=torch.long)
+        quantised = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+        packed: torch.ScriptObject = torch.ops.quantized.linear_prepack(quantised, None)
+        return packed
+
+
 class PackedInt8:
     """int8 on a CPU: one scale per output row, inputs quantised as they come; float32 in and out."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        weight = weight.detach().float().cpu()
-        scales = weight.abs().amax(1).clamp(min=1e-8) / 127
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # quantised tensors are called old, their kernels remain the fastest
-            zeros = torch.zeros(len(weight), dtype=torch.long)
-            quantised = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
-            self.packed = torch.ops.quantized.linear_prepack(quantised, None)
+        self.packed, self.seven_bits = pack_int8(weight), int8_overflows()
         self.bias = None if bias is None else bias.detach().float().cpu()
 
     def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.quantized.linear_dynamic(x, self.packed, False)
+        out = self.product(x)
         return out if self.bias is None else out.add_(self.bias)
 
+    def product(self, x: Tensor) -> Tensor:
+        """W x."""
+        out: Tensor = torch.ops.quantized.linear_dynamic(x, self.packed, self.seven_bits)
+        return out
+
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        return residual.add_(torch.ops.quantized.linear_dynamic(x, self.packed, False))
+        return residual.add_(self.product(x))
 
     def into(self, out: Tensor, x: Tensor) -> None:
-        out.copy_(torch.ops.quantized.linear_dynamic(x, self.packed, False))
+        out.copy_(self.product(x))
 
     def gelu(self, x: Tensor) -> Tensor:
         return F.gelu(self(x))
