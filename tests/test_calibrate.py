@@ -343,6 +343,7 @@ def test_an_index_is_calibrated_on_what_a_first_build_has_not_seen(
     assert any("up to date" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_an_index_without_dev_is_calibrated_on_both_kinds(tmp_path: Path, config: Any) -> None:
     queries = [(f"apple {colour} item{number}", f"d{number}") for number in range(40) for colour in ("red", "green")]
     documents = [{"id": f"d{number}", "text": f"apple item{number}"} for number in range(50)]

@@ -98,6 +98,7 @@ def test_what_settings_may_be_chosen_by(result: Result, workbench: Workbench) ->
     assert "withheld: R@1 of the queries that its weights were fitted on" in result.notes()
 
 
+@pytest.mark.slow
 def test_a_calibrated_index_says_what_it_found_of_withheld_queries(tmp_path: Path, encoder: Path) -> None:
     dataset = open_dataset(make_beir(tmp_path / "data"))
     assert dataset is not None
