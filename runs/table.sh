@@ -72,16 +72,17 @@ if means:
             p = f", p {corrected[name]:.4f}" if name in corrected else ""
             cells.append(f"{100 * found['systems'][row]:.2f}{spread}{p}" if row in found["systems"] else "-")
         lines.append(f"| `{row}` | {' | '.join(cells)} |")
-withheld = {name: next(iter(found["splits"].values()))["withheld"] for name, found in tables.items()}
+withheld = {name: next(iter(found["splits"].values())).get("withheld", {}) for name, found in tables.items()}
 if any(withheld.values()):
     lines += ["", "R@1 of the withheld queries that a system was fitted on: what settings are chosen by. In bold the best mean of all.", ""]
     lines += [f"| withheld | {' | '.join(withheld)} | mean |", "|---" * (len(withheld) + 2) + "|"]
     chosen = [row for row in rows if any(row in values for values in withheld.values())]
-    means = {row: sum(values[row] for values in withheld.values()) / len(withheld) for row in chosen if all(row in values for values in withheld.values())}
+    everywhere = [row for row in chosen if all(row in values for values in withheld.values())]
+    overall = {row: sum(values[row] for values in withheld.values()) / len(withheld) for row in everywhere}
     for row in chosen:
         cells = [f"{100 * values[row]:.2f}" if row in values else "-" for values in withheld.values()]
-        mean = f"{100 * means[row]:.2f}" if row in means else "-"
-        cells.append(f"**{mean}**" if row in means and means[row] == max(means.values()) else mean)
+        mean = f"{100 * overall[row]:.2f}" if row in overall else "-"
+        cells.append(f"**{mean}**" if row in overall and overall[row] == max(overall.values()) else mean)
         lines.append(f"| `{row}` | {' | '.join(cells)} |")
 (folder / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 print("\n" + "\n".join(lines))

@@ -181,6 +181,7 @@ def test_fraction_is_of_the_binding_resource() -> None:
 def test_peaks_agree_with_a_product_of_our_own(precision: roofline.Precision, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "CPU_SIZES", (128, 384))
     monkeypatch.setattr(roofline, "CPU_COPY", 2**22)
+    engine = torch.backends.quantized.engine
     peaks = roofline.measure_peaks("cpu", precision)
     a, b = torch.randn(2, 384, 384).unbind()
     a @ b
@@ -190,6 +191,7 @@ def test_peaks_agree_with_a_product_of_our_own(precision: roofline.Precision, mo
     fp32 = 2 * 384**3 * 10 / (time.perf_counter() - started)
     assert fp32 / 20 < peaks.flops < fp32 * 50  # a factor of two in the count is below the noise of a busy machine
     assert 1e8 < peaks.bytes_per_second < 1e13
+    assert torch.backends.quantized.engine == engine
 
 
 def test_peaks_count_operations_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

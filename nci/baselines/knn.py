@@ -62,9 +62,8 @@ class Knn(Baseline):
         order = np.argsort(owner, kind="stable")
         # Each query once: a matrix product may round equal columns differently, and two documents of one query would not tie.
         texts = np.array([query for query, _ in pairs], object)[order]
-        _, first, self._query = np.unique(
-            texts, return_index=True, return_inverse=True
-        )  # (pairs,) document by document
+        _, first, query = np.unique(texts, return_index=True, return_inverse=True)
+        self._query = query  # (pairs,) document by document
         self._vectors = unit(np.ascontiguousarray(vectors[order[first]], np.float32))  # (queries, width)
         self._rows, self._starts = np.unique(owner[order], return_index=True)  # (seen documents,)
 

@@ -14,7 +14,7 @@ import torch
 
 from nci.errors import ConfigError
 from nci.runtime import has_bf16
-from nci.search.linear import Precision, int8_overflows, pack_int8
+from nci.search.linear import PackedInt8, Precision
 
 CUDA_SIZES = (8192,)
 CPU_SIZES = (1024, 1536, 2048)
@@ -59,8 +59,8 @@ def _product(size: int, device: str, precision: Precision) -> Callable[[], Any]:
     """A product of two square matrices, ready to run."""
     left, right = torch.randn(2, size, size, device=device).unbind()
     if precision == "int8":
-        packed, seven_bits = pack_int8(right), int8_overflows()
-        return lambda: torch.ops.quantized.linear_dynamic(left, packed, seven_bits)
+        layer = PackedInt8(right, None)
+        return lambda: layer(left)
     # Where a CPU has no bf16, layers are computed in float32.
     dtype = torch.float32 if device == "cpu" and not has_bf16() else _DTYPES[precision]
     a, b, out = left.to(dtype), right.to(dtype), torch.empty(size, size, dtype=dtype, device=device)

@@ -124,11 +124,11 @@ class WideBf16(PackedBf16):
 @cache
 def int8_overflows() -> bool:
     """Whether this CPU adds two products of bytes in 16 bits, which hold them only if inputs have 7 bits instead of 8."""
-    product = torch.ops.quantized.linear_dynamic(torch.ones(1, 64), pack_int8(torch.ones(1, 64)), False)
+    product = torch.ops.quantized.linear_dynamic(torch.ones(1, 64), _packed(torch.ones(1, 64)), False)
     return float(product) < 60
 
 
-def pack_int8(weight: Tensor) -> torch.ScriptObject:
+def _packed(weight: Tensor) -> torch.ScriptObject:
     """A weight (out, in) with one scale per row, for `linear_dynamic`."""
     weight = weight.detach().float().cpu()
     scales = weight.abs().amax(1).clamp(min=1e-8) / 127
@@ -144,7 +144,7 @@ class PackedInt8:
     """int8 on a CPU: one scale per output row, inputs quantised as they come; float32 in and out."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.packed, self.seven_bits = pack_int8(weight), int8_overflows()
+        self.packed, self.seven_bits = _packed(weight), int8_overflows()
         self.bias = None if bias is None else bias.detach().float().cpu()
 
     def __call__(self, x: Tensor) -> Tensor:
