@@ -40,17 +40,18 @@ DSI: dict[str, dict[str, Any]] = {
     "pairs": {"generated": 0.0, "spans": 0},
     "train": {"alpha": 0.0, "spare_unseen": False},
 }
+PLAIN: dict[str, dict[str, Any]] = {"pairs": {"generated": 0.0}}  # what `nci index` makes of the same data
 DSI_ATOMIC = {**DSI, "tree": {"ids": "atomic"}, "model": {**DSI["model"], "normalise": "children"}}
 INDEXES = {
     "dsi": Variant(DSI, longer=6),
     "dsi-atomic": Variant(DSI_ATOMIC, longer=6),
-    "nci": Variant(),
-    "nci-untrained": Variant(system="untrained"),
-    "nci-zeroed": Variant(system="zeroed"),
-    "nci-unconstrained": Variant(system="unconstrained"),
+    "nci": Variant(PLAIN),
+    "nci-untrained": Variant(PLAIN, system="untrained"),
+    "nci-zeroed": Variant(PLAIN, system="zeroed"),
+    "nci-unconstrained": Variant(PLAIN, system="unconstrained"),
     "nci-pure": Variant(PURE, longer=6),
     "nci-pure-unconstrained": Variant(PURE, longer=6, system="unconstrained", trained="nci-pure"),
-    "nci-noqg": Variant({"pairs": {"generated": 0.0}}),
+    "nci-qg": Variant({"lexical": {"generated": 15}}),  # as many as it trains on, also where there are 50
     "nci-qg50": Variant({"pairs": {"generated_queries": 50}}),
 }
 WITH_PLUS = {"bm25+trainq", "bm25+qg", "bm25+qg50"}  # the other systems have none in their names
@@ -60,9 +61,7 @@ NEED_PAIRS = {
     *("bm25+trainq", "knn", "dpr", "ance", "ance-maxp", "seal", "dsi", "dsi-atomic", "rerank"),
     *("nci-pure", "nci-pure-unconstrained"),
 }
-NEED_GENERATED = {"bm25+qg", "bm25+qg50", "nci-qg50"}
-ASK_FOR_GENERATED = NEED_GENERATED | {"nci-noqg"}  # without them, nci-noqg would be nci under another name
-TAKE_GENERATED = NEED_GENERATED | (INDEXES.keys() - {"nci-noqg", "dsi", "dsi-atomic"}) | {"nci-ensemble"}
+NEED_GENERATED = {"bm25+qg", "bm25+qg50", "nci-qg", "nci-qg50"}
 FOLD = "fold:"  # before the name of a system: the one made without the queries of the withheld documents
 
 
@@ -151,6 +150,16 @@ def config_of(config: Config, name: str) -> Config:
     if INDEXES[kind].longer > 1:
         values["train"]["encoder_lr"] = max(values["train"]["encoder_lr"], FREE_LR)
     return changed(Config.from_dict(values), _settings(name), "--systems")
+
+
+def takes_generated(config: Config, name: str) -> bool:
+    """Whether a system reads generated queries: that is for its name and settings to say, whatever stands beside it.
+
+    >>> [takes_generated(Config(), name) for name in ("nci", "nci-qg", "nci[pairs.generated=0.3]", "nci-pure", "bm25+qg")]
+    [False, True, True, True, True]
+    """
+    kind = kind_of(name)
+    return config_of(config, name).pairs.generated > 0 if kind in INDEXES else kind in NEED_GENERATED
 
 
 def one_name(config: Config, name: str) -> str:

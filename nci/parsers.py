@@ -182,7 +182,7 @@ def compare(argv: Sequence[str]) -> ArgumentParser:
         "Compare systems on a data set, all with the same documents, training pairs and queries. What is missing is built or "
         "trained and kept, so that a second call only prints and a killed one goes on. Systems: bm25, bm25-okapi, "
         "bm25+trainq, bm25+qg, bm25+qg50, dense, dense-hnsw, bert-bruteforce, bert-faiss, knn, dpr, ance, ance-maxp, dsi, "
-        "dsi-atomic, seal, nci, nci-untrained, nci-zeroed, nci-pure, nci-noqg, nci-qg50, nci-ensemble (all --seeds merged), "
+        "dsi-atomic, seal, nci, nci-untrained, nci-zeroed, nci-pure, nci-qg, nci-qg50, nci-ensemble (all --seeds merged), "
         "rrf:A+B (by ranks), sum:A+B (by scores), const:A (one constant for documents without training queries), rerank:A; "
         "weights and constants are fitted on dev and on queries withheld from systems made for this alone. table stands for "
         "the full table. An index may have other settings, and a row a name: "
@@ -208,14 +208,14 @@ def compare(argv: Sequence[str]) -> ArgumentParser:
         "--variant-seeds",
         type=int,
         default=None,
-        help="The same for nci-pure, nci-noqg, nci-qg50, dsi and all with settings of their own; as --seeds.",
+        help="The same for nci-pure, nci-qg, nci-qg50, dsi and all with settings of their own; as --seeds.",
     )
     parser.add_argument(
         "--generated",
         metavar="FILE",
         default="auto",
-        help="Generated queries, as nci querygen writes them; auto makes them when one of the systems is about them "
-        "(bm25+qg, bm25+qg50, nci-noqg, nci-qg50), and then nci trains on them, too; none means none.",
+        help="Generated queries, as nci querygen writes them; auto makes them when one of the systems takes them: bm25+qg, "
+        "bm25+qg50, nci-qg, nci-qg50, nci-pure and any nci[pairs.generated=0.3]. nci takes none. none means none.",
     )
     parser.add_argument(
         "--per-document",

@@ -95,7 +95,7 @@ def compare(args: Namespace) -> int:
         check_metric(metric)
     for split in splits:
         dataset.qrels(split)
-    generated = generated_source(args.generated, names, per_document=args.per_document, encoder=config.embed.encoder)
+    generated = generated_source(args.generated, names, config, per_document=args.per_document)
     given = {name: vars(getattr(args, name)) for name in BASELINES}
     for name in BASELINES.keys() - {"bm25"}:  # there null is a value; elsewhere it means: as usual
         given[name] = {key: value for key, value in given[name].items() if value is not None}

@@ -6,6 +6,7 @@ Nothing is made here, and torch is not needed: a mistake is to be told at once.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from nci.errors import ConfigError
 from nci.names import (
-    ASK_FOR_GENERATED,
     FITTED,
     INDEXES,
     NEED_GENERATED,
@@ -23,17 +23,21 @@ from nci.names import (
     labelled,
     leaves,
     parts_of,
+    takes_generated,
 )
 from nci.recipe import QueryGenConfig, Recipe
 from nci.systems import COMPOSED, MAKERS
 
 if TYPE_CHECKING:
+    from nci.config import Config
     from nci.workbench import Workbench
+
+log = logging.getLogger("nci")
 
 TABLE = (
     *("bm25", "bm25-okapi", "bm25+trainq", "bm25+qg", "dense", "dense-hnsw", "knn", "dpr", "ance", "seal", "dsi"),
     *("const:bm25+trainq", "const:ance", "rrf:bm25+trainq+ance", "sum:bm25+trainq+ance", "rerank:bm25+trainq"),
-    *("nci", "nci-zeroed", "nci-noqg", "nci-pure", "nci-ensemble"),
+    *("nci", "nci-zeroed", "nci-qg", "nci-pure", "nci-ensemble"),
 )
 PACKAGES = {"dense-hnsw": "faiss", "seal": "pydivsufsort"}
 
@@ -90,6 +94,10 @@ def check(bench: Workbench, name: str) -> None:
         raise ConfigError(
             f"--systems: {name} needs held-out queries: qrels/dev.tsv, or training documents with several queries each"
         )
+    if kind in NEED_GENERATED and not takes_generated(bench.config, name):
+        raise ConfigError(
+            f"--systems: {name} with pairs.generated 0 would be nci by another name; leave one of them out"
+        )
     if kind in NEED_GENERATED and bench.generated_from is None:
         raise ConfigError(
             f"--systems: {name} needs generated queries: --generated auto makes them, --generated FILE names them"
@@ -103,19 +111,24 @@ def table_names() -> tuple[list[str], list[str]]:
 
 
 def generated_source(
-    option: str, names: Sequence[str], *, per_document: int | None, encoder: str
+    option: str, names: Sequence[str], config: Config, *, per_document: int | None
 ) -> Path | Recipe | None:
-    """Where generated queries come from: none, a file, or, where one of the systems is about them, how to make them.
+    """Where generated queries come from: none, a file, or, where one of the systems takes them, how to make them.
 
     Args:
         option: none, auto, or the name of a file.
+        config: Settings of nci; its encoder is what the generator is trained from.
         per_document: Queries per document; none means 50 where a name ends in qg50, else 15.
-        encoder: What the generator is trained from.
     """
-    if option not in ("none", "auto"):
-        return Path(option)
-    asked = {kind_of(leaf) for name in names for leaf in leaves(labelled(name)[1])}
-    if option == "none" or asked.isdisjoint(ASK_FOR_GENERATED):
+    if option == "none":
         return None
-    usual = 50 if any(name.endswith("qg50") for name in asked) else 15
-    return Recipe(QueryGenConfig(per_document=usual if per_document is None else per_document), encoder=encoder)
+    asked = [leaf for name in names for leaf in leaves(labelled(name)[1]) if takes_generated(config, leaf)]
+    if option != "auto":
+        if not asked:
+            log.warning("--generated %s: no system of this call takes generated queries; nci-qg, bm25+qg do", option)
+        return Path(option)
+    if not asked:
+        return None
+    usual = 50 if any(kind_of(name).endswith("qg50") for name in asked) else 15
+    count = usual if per_document is None else per_document
+    return Recipe(QueryGenConfig(per_document=count), encoder=config.embed.encoder)

@@ -7,7 +7,7 @@
     knn  dpr  ance  ance-maxp                     over training queries; trained dual encoders
     dsi  dsi-atomic  seal                         other generative ones
     nci  nci-untrained  nci-zeroed  nci-pure      the index; before training; without its generative part; without anchors
-    nci-noqg  nci-qg50                            without generated queries; with at most 50 a document
+    nci-qg  nci-qg50                              with at most 15 or 50 generated queries a document
     nci-unconstrained  nci-pure-unconstrained     searched without their tree, with model.normalise=position or vocabulary
     nci-ensemble                                  all seeds of nci merged
     nci[train.alpha=0.15,tree.k=10]               any of these indexes but the ensemble, with other settings
@@ -33,7 +33,7 @@ from nci.baselines.bm25 import BM25
 from nci.baselines.dense import Dense
 from nci.config import content_key
 from nci.expansion import VERSION as LEXICAL_VERSION
-from nci.names import FITTED, FOLD, INDEXES, QUERYLESS, TAKE_GENERATED, config_of, kind_of, of_fold, parts_of
+from nci.names import FITTED, FOLD, INDEXES, QUERYLESS, config_of, kind_of, of_fold, parts_of, takes_generated
 from nci.pairs import first_of_each
 from nci.recipe import Recipe
 from nci.records import Hits
@@ -62,7 +62,7 @@ def needs(bench: Workbench, name: str, seed: int) -> list[tuple[str, int]]:
     folded = bench.fold is not bench
     if kind in FITTED and folded:
         found += [(of_fold(part), 0) for part in parts_of(name)]
-    if kind in TAKE_GENERATED and isinstance(bench.generated_from, Recipe):
+    if takes_generated(bench.config, name) and isinstance(bench.generated_from, Recipe):
         found.append(("generated queries", 0))
         if folded and kind in INDEXES and config_of(bench.config, name).calibrate == bench.calibrate:
             found.append((of_fold("generated queries"), 0))
@@ -86,12 +86,13 @@ def key(bench: Workbench, name: str, seed: int = 0) -> str:
     if kind in INDEXES:
         settings = [config_of(bench.config, name).to_dict(), seed, LEXICAL_VERSION, *CHANGED.get(kind, ())]
     elif name == "nci-ensemble":
-        settings = [bench.config.to_dict(), bench.seeds, LEXICAL_VERSION]
+        settings = [config_of(bench.config, "nci").to_dict(), bench.seeds, LEXICAL_VERSION]
     elif name in ("dense", "dense-hnsw"):
         settings = bench.settings["dense"] if bench.baselines.get("dense") else bench.config.embed
     elif kind in FITTED:
         settings = [bench.dev, asdict(bench.calibrate), *CHANGED[kind]]
-    return content_key(name, parts, bench.data_key, kind in TAKE_GENERATED and bench.generated_key, settings)
+    generated = takes_generated(bench.config, name) and bench.generated_key
+    return content_key(name, parts, bench.data_key, generated, settings)
 
 
 def make(bench: Workbench, name: str, seed: int = 0) -> Made:
@@ -229,7 +230,8 @@ def _index(bench: Workbench, name: str, seed: int) -> Made:
 
 
 def _ensemble(bench: Workbench) -> Made:
-    indexes = [bench.index(seed) for seed in range(bench.seeds)]
+    settings = config_of(bench.config, "nci").to_dict()
+    indexes = [bench.index(seed, settings) for seed in range(bench.seeds)]
     return Several(indexes), sum(folder_bytes(index.generation) for index in indexes)
 
 

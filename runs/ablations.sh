@@ -8,8 +8,7 @@
 #
 # OUT/results.jsonl gets a line for every finished row, OUT/effects.md what each part is worth beside what the paper says,
 # OUT/NAME the tables of its calls of `nci compare` (main, paper, ours) and all that was built. The same command takes up a killed run.
-# The paper's rows change the paper's model, nci-pure, which has no anchors; with BASE=nci the index that has them.
-# Ours change the index.
+# The paper's rows change the paper's model, nci-pure, which has no anchors and trains on generated queries. Ours change the index.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python}
@@ -25,10 +24,9 @@ else
   MAIN=${MAIN:-nci nci-zeroed nci-pure}
   ROWS=${ROWS:-base no-generated no-documents no-pawa no-semantic no-regularisation constrained unconstrained
     layers-0 layers-1 layers-2 layers-4 layers-6 layers-8 alpha-0 alpha-0.1 alpha-0.15 alpha-0.2 alpha-0.3
-    nci-no-generated nci-no-documents no-lexical no-lexical-queries no-rarity no-pieces no-tuning no-calibration}
+    nci-generated nci-no-documents no-lexical no-lexical-queries no-rarity no-pieces no-tuning no-calibration}
 fi
-BASE=${BASE:-nci-pure} # what the paper's rows change
-EPOCHS=${EPOCHS:-}     # of the paper's rows; none: as many as the base has
+EPOCHS=${EPOCHS:-} # of the paper's rows; none: as many as the base has
 read -ra flags <<<"${COMPARE_FLAGS:-}" # more of `nci compare`, on one line: COMPARE_FLAGS="--bm25.runs true"
 
 die() { # STATUS WORDS...
@@ -43,20 +41,20 @@ system_of() { # ROW
   local epochs=${EPOCHS:+train.epochs=$EPOCHS}
   local more=${epochs:+,$epochs}
   case $1 in
-    base) echo "$1=$BASE${epochs:+[$epochs]}" ;;
-    no-generated) echo "$1=$BASE[pairs.generated=0$more]" ;;
-    no-documents) echo "$1=$BASE[pairs.span_share=0$more]" ;;
-    no-pawa | layers-0) echo "$1=$BASE[model.head=tied,model.adapter_layers=0$more]" ;;
-    no-semantic) echo "$1=$BASE[tree.ids=random$more]" ;;
-    no-regularisation) echo "$1=$BASE[train.alpha=0$more]" ;;
-    constrained) echo "$1=$BASE[$free$more]" ;;
-    unconstrained) echo "$1=$BASE-unconstrained[$free$more]" ;;
-    layers-[1-8]) echo "$1=$BASE[model.adapter_layers=${1#*-}$more]" ;;
-    alpha-0 | alpha-0.[0-9]*) echo "$1=$BASE[train.alpha=${1#*-}$more]" ;;
-    nci-no-generated) echo "$1=nci[pairs.generated=0]" ;;
+    base) echo "$1=nci-pure${epochs:+[$epochs]}" ;;
+    no-generated) echo "$1=nci-pure[pairs.generated=0$more]" ;;
+    no-documents) echo "$1=nci-pure[pairs.span_share=0$more]" ;;
+    no-pawa | layers-0) echo "$1=nci-pure[model.head=tied,model.adapter_layers=0$more]" ;;
+    no-semantic) echo "$1=nci-pure[tree.ids=random$more]" ;;
+    no-regularisation) echo "$1=nci-pure[train.alpha=0$more]" ;;
+    constrained) echo "$1=nci-pure[$free$more]" ;;
+    unconstrained) echo "$1=nci-pure-unconstrained[$free$more]" ;;
+    layers-[1-8]) echo "$1=nci-pure[model.adapter_layers=${1#*-}$more]" ;;
+    alpha-0 | alpha-0.[0-9]*) echo "$1=nci-pure[train.alpha=${1#*-}$more]" ;;
+    nci-generated) echo "$1=nci-qg" ;;
     nci-no-documents) echo "$1=nci[pairs.span_share=0]" ;;
     no-lexical) echo "$1=nci[model.score=dense]" ;;
-    no-lexical-queries) echo "$1=nci[lexical.training=false,lexical.generated=0]" ;;
+    no-lexical-queries) echo "$1=nci[lexical.training=false]" ;;
     no-rarity) echo "$1=nci[lexical.rarity=0]" ;;
     no-pieces) echo "$1=nci[embed.pieces=0]" ;;
     no-tuning) echo "$1=nci[tune.epochs=0,tune.refreshes=0]" ;;
@@ -92,7 +90,7 @@ from pathlib import Path
 
 folder = Path(sys.argv[1])
 paper = {words[0]: float(words[1]) for line in sys.argv[2].split("\n") if len(words := line.split()) == 5}
-systems = {}  # (data, row) -> the system that it stood for in the last calls: BASE and EPOCHS may have been others before
+systems = {}  # (data, row) -> the system that it stood for in the last calls: EPOCHS may have been others before
 for file in sorted(folder.glob("*/*.json"), key=lambda file: file.stat().st_mtime):
     found = json.loads(file.read_text(encoding="utf-8"))
     systems |= {(found["data"], row): system for row, system in found["rows"].items()}
@@ -112,7 +110,7 @@ parts = {
     **{f"4 adapter layers, not {n}": ("layers-4", f"layers-{n}", "base", f"layers-{n}" if n else "no-pawa") for n in (0, 1, 2, 6, 8)},
     **{f"alpha 0.15, not {a}": ("alpha-0.15", f"alpha-{a}", "base", f"alpha-{a}") for a in (0.1, 0.2, 0.3)},
     "our generative part": ("nci", "nci-zeroed", "", ""),
-    "our generated queries": ("nci", "nci-no-generated", "", ""),
+    "our generated queries": ("nci-generated", "nci", "", ""),
     "our documents as queries": ("nci", "nci-no-documents", "", ""),
     "anchors": ("nci", "nci-pure", "", ""),
     "lexical score": ("nci", "no-lexical", "", ""),
@@ -140,7 +138,6 @@ END
 [[ $# == 2 && -d $1 ]] || die 2 "give the folder of the data sets and a folder for the results: ${0##*/} DATA_ROOT OUT"
 "$PYTHON" -c 'import nci, jsonargparse' 2>/dev/null ||
   die 1 "$PYTHON cannot import nci and jsonargparse; name one that can: PYTHON=venv/bin/python ${0##*/} DATA_ROOT OUT"
-[[ $BASE == nci || $BASE == nci-pure ]] || die 2 "BASE is nci or nci-pure, not $BASE"
 [[ -z $EPOCHS || $EPOCHS =~ ^[0-9]*\.?[0-9]+$ ]] || die 2 "EPOCHS is a number, not $EPOCHS"
 root=$1 out=$2 failed=0 paper='' ours=''
 for row in $ROWS; do
@@ -154,15 +151,13 @@ done
 for name in $DATASETS; do
   [[ -e $root/$name/corpus.jsonl ]] || die 1 "there is no BEIR folder $root/$name: corpus.jsonl, queries.jsonl and qrels/test.tsv were expected"
 done
-# All calls must make, and share, generated queries: bm25+qg asks for them. The first index of a call is what its p-values are against.
-asking=bm25+qg
-[[ $GENERATED == none ]] && asking=bm25
+# The first index of a call is what its p-values are against.
 tables() { # NAME
   local failed=0
   mkdir -p "$out/$1"
-  compare "$1" main "${MAIN// /,},$asking" || failed=1
-  [[ -z $ours ]] || compare "$1" ours "nci$ours,$asking" --variant-seeds 1 || failed=1
-  [[ -z $paper && " $ROWS " != *" base "* ]] || compare "$1" paper "$(system_of base)$paper,$asking" --variant-seeds 1 || failed=1
+  compare "$1" main "${MAIN// /,}" || failed=1
+  [[ -z $ours ]] || compare "$1" ours "nci$ours" --variant-seeds 1 || failed=1
+  [[ -z $paper && " $ROWS " != *" base "* ]] || compare "$1" paper "$(system_of base)$paper" --variant-seeds 1 || failed=1
   return "$failed"
 }
 # Processes beside each other share one GPU only inside NVIDIA's service, which this begins where it is installed.

@@ -173,12 +173,14 @@ def test_other_data_or_settings_are_other_systems(workbench: Workbench, tmp_path
         "bm25-okapi": set(),
         "bm25+trainq": {"how BM25 reads"},
         "bm25+qg": {"generated queries", "ways to generate them", "how BM25 reads"},
-        "nci": {"generated queries", "ways to generate them", "settings of the index"},
-        "nci-noqg": {"settings of the index"},
+        "nci": {"settings of the index"},
+        "nci-ensemble": {"settings of the index"},
+        "nci-qg": {"generated queries", "ways to generate them", "settings of the index"},
+        "nci-pure": {"generated queries", "ways to generate them", "settings of the index"},
         "dsi": {"settings of the index"},
         "dpr": {"settings of a baseline"},
         "rrf:bm25+dpr": {"settings of a baseline", "how BM25 reads"},
-        "rerank:nci": {"generated queries", "ways to generate them", "settings of the index"},
+        "rerank:nci-qg": {"generated queries", "ways to generate them", "settings of the index"},
     }
     for name, wanted in changes.items():
         assert {what for what, other in others.items() if key(other, name) != key(workbench, name)} == wanted, name

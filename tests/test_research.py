@@ -152,7 +152,7 @@ def test_every_system_takes_its_share_of_the_queries(beir: Path, tmp_path: Path,
     for name, found in (("bm25+qg", False), ("bm25+qg50", True)):
         hits = make(bench, name)[0].search("36", 5)
         assert ("d0" in [hit.doc_id for hit in hits]) == found, "a document's first 15 of 20, or all of them"
-    shares = {"nci": 30, "nci-noqg": 0, "nci-qg50": 40, "nci-pure": 30, "dsi": 0}
+    shares = {"nci": 0, "nci-qg": 30, "nci[pairs.generated=1]": 30, "nci-qg50": 40, "nci-pure": 30, "dsi": 0}
     for name, wanted in shares.items():
         index = make(bench, name)[0]
         assert isinstance(index, Index)
@@ -183,14 +183,19 @@ def test_missing_queries_are_made_once(
         ("auto", "bm25,nci", None, None),
         ("auto", "bm25+qg", None, 15),
         ("auto", "rrf:bm25+qg50+dense", None, 50),
-        ("auto", "nci,nci-noqg", None, 15),
+        ("auto", "nci,rrf:nci-zeroed+bm25,nci-ensemble,dsi", None, None),
+        ("auto", "nci,nci-qg", None, 15),
+        ("auto", "few=nci-pure[tree.k=3]", None, 15),
+        ("auto", "nci-pure[pairs.generated=0]", None, None),
+        ("auto", "nci[pairs.generated=0.3]", None, 15),
         ("auto", "bm25+qg,nci-qg50", 7, 7),
-        ("none", "bm25,nci-noqg", None, None),
+        ("none", "bm25,nci-pure", None, None),
         ("some.jsonl", "bm25", None, Path("some.jsonl")),
     ],
 )
 def test_which_comparisons_make_queries(option: str, names: str, per_document: int | None, wanted: object) -> None:
-    found = generated_source(option, names.split(","), per_document=per_document, encoder="mine")
+    config = Config.from_dict({"embed": {"encoder": "mine"}})
+    found = generated_source(option, names.split(","), config, per_document=per_document)
     if isinstance(found, Recipe):
         assert (found.settings.per_document, found.encoder) == (wanted, "mine")
     else:
@@ -434,5 +439,6 @@ def test_calibration_gets_queries_of_a_generator_that_has_not_seen_what_is_withh
     assert bench.held_out(CalibrateConfig()) == []
     assert bench.fold.generated == bench.held_out(config.calibrate)
     assert len(told) == 2, "the fold's are the same ones"
-    assert ("fold:generated queries", 0) in needs(bench, "nci", 0)
-    assert ("fold:generated queries", 0) not in needs(bench, "nci[calibrate.share=0]", 0)
+    assert ("fold:generated queries", 0) in needs(bench, "nci-qg", 0)
+    assert ("fold:generated queries", 0) not in needs(bench, "nci-qg[calibrate.share=0]", 0)
+    assert needs(bench, "nci", 0) == []

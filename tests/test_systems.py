@@ -22,7 +22,6 @@ from nci.index import Index
 from nci.jobs import in_order
 from nci.names import INDEXES, config_of, kind_of, labelled, leaves, one_name, parts_of
 from nci.querygen_steps import Recipe
-from nci.system_checks import generated_source
 from nci.systems import Unconstrained, key, make, needs, seeds_of
 from nci.workbench import Workbench
 
@@ -68,7 +67,7 @@ def test_settings_come_after_what_the_name_changes() -> None:
     slow, fast = (replace(start, train=replace(start.train, encoder_lr=rate)) for rate in (2e-5, 2e-4))
     assert [config_of(each, "dsi").train.encoder_lr for each in (slow, fast)] == [1e-4, 2e-4]
     assert config_of(slow, "nci").train.encoder_lr == 2e-5
-    assert config_of(start, "nci") == start
+    assert config_of(start, "nci") == replace(start, pairs=replace(start.pairs, generated=0.0))
 
 
 @pytest.mark.parametrize(
@@ -162,8 +161,8 @@ def test_a_model_without_anchors_is_trained_once_to_be_searched_with_and_without
 def test_who_waits_for_whom_and_how_often(bench: Workbench) -> None:
     generating = replace(bench, generated_from=Recipe())
     zeroed = "nci-zeroed[tree.k=3]"
-    assert needs(generating, zeroed, 1) == [("generated queries", 0), ("nci[tree.k=3]", 1)]
-    assert needs(generating, "nci-noqg[tree.k=3]", 0) == []
+    assert needs(generating, zeroed, 1) == [("nci[tree.k=3]", 1)]
+    assert needs(generating, "nci-qg[tree.k=3]", 0) == [("generated queries", 0)]
     order = in_order(bench, [(f"rrf:bm25+{zeroed}", 0)])
     assert order == [("bm25", 0), ("nci[tree.k=3]", 0), (zeroed, 0), (f"rrf:bm25+{zeroed}", 0)]
     assert [seeds_of(bench, name) for name in ("nci", "nci[tree.k=3]", zeroed, "rrf:nci[tree.k=3]+bm25")] == [
@@ -172,8 +171,6 @@ def test_who_waits_for_whom_and_how_often(bench: Workbench) -> None:
         1,
         1,
     ]
-    for names, made in ((["a=nci-noqg[tree.k=3]"], True), (["nci-pure[pairs.generated=0]"], False)):
-        assert isinstance(generated_source("auto", names, per_document=None, encoder="e"), Recipe) == made
 
 
 # ---- rows
@@ -301,3 +298,5 @@ def test_every_index_is_checked_by_name(bench: Workbench) -> None:
         assert check_names(generating, [f"row={kind}[{changes}]"])["row"].startswith(kind)
     with pytest.raises(ConfigError, match="needs generated queries"):
         check_names(bench, ["row=nci-qg50[tree.k=3]"])
+    with pytest.raises(ConfigError, match="would be nci by another name"):
+        check_names(bench, ["row=nci-qg[pairs.generated=0]"])
