@@ -177,7 +177,10 @@ def test_unseen_documents_get_a_constant(tmp_path: Path) -> None:
     results = {f"q{i}": [("a", 1.0), (names[i], 0.9), *((n, 0.1) for n in names if n != names[i])] for i in range(6)}
     systems = {"one": Fixed("one", results), "two": Fixed("two", results)}
     pairs = [(f"q{i}", names[i]) for i in range(6)]
-    made = ScoreFusion.train(systems, pairs, out=tmp_path, seen={"a"})
+    made = ScoreFusion.train(systems, pairs, out=tmp_path / "unseen", seen={"a"})
+    assert made.settings.unseen == 0.0, "nothing would hold them back, and the others would never be found again"
+    results["old"] = [("a", 1.0), *((name, 0.1) for name in names)]
+    made = ScoreFusion.train(systems, [*pairs, ("old", "a")], out=tmp_path, seen={"a"})
     assert made.settings.unseen > 0.1
     stored = json.loads((tmp_path / "settings.json").read_text())
     fitted = {"weights": {"one": 0.5, "two": 0.5}, "unseen": made.settings.unseen, "found": made.withheld}
@@ -221,9 +224,11 @@ def test_seen_and_unseen_documents_count_the_same(
     assert 0.2 < made.settings.unseen < 1
     assert made.search("u0", k=1)[0].doc_id == "new"
     assert made.search("u0", k=1)[0].source == "const:A"
-    # Where there is one kind only, it counts all; where most of the seen ones would be lost, nothing is added.
+    # Where there is one kind only, nothing is added, nor where most of the seen ones would be lost.
     alone = ScoreFusion.train(one, pairs[:seen_queries], out=tmp_path / "seen", seen={"old", "last"})
     assert alone.settings == FusionSettings(weights={"A": 1.0})
+    new = ScoreFusion.train(one, pairs[seen_queries:], out=tmp_path / "unseen", seen={"old", "last"})
+    assert (new.settings.unseen, new.withheld) == (0.0, 0.0), "though every one of them would be found with it"
     dear = {"A": Fixed("A", {**results, **{f"s{i}": results["s0"] for i in range(seen_queries)}})}
     more = [*pairs, *((f"v{i}", "old") for i in range(unseen_queries))]
     dear["A"].results |= {f"v{i}": results["s0"] for i in range(unseen_queries)}

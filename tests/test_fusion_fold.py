@@ -191,7 +191,8 @@ def test_a_second_call_fits_nothing(bench: Workbench, monkeypatch: pytest.Monkey
 
 def test_systems_of_the_fold_are_jobs(beir: Path, tmp_path: Path, encoder: Path) -> None:
     bench = bench_of(beir, tmp_path, encoder, recipe=Recipe())
-    names = ["sum:bm25+ance", "const:ance", "const:rerank:bm25+qg", "const:rrf:dense+nci", "const:rerank:sum:nci+knn"]
+    names = ["sum:bm25+ance", "const:ance", "const:rerank:bm25+qg", "const:rrf:dense+nci-qg"]
+    names.append("const:rerank:sum:nci-qg+knn")
     order = in_order(bench, [(name, 0) for name in names])
     assert len(set(order)) == len(order)
     for place, task in enumerate(order):
@@ -202,8 +203,8 @@ def test_systems_of_the_fold_are_jobs(beir: Path, tmp_path: Path, encoder: Path)
         "fold:dpr",
         "fold:rerank:bm25+qg",
         "fold:bm25+qg",
-        "fold:nci",
-        "fold:rrf:dense+nci",
+        "fold:nci-qg",
+        "fold:rrf:dense+nci-qg",
     }
     assert {name for name in made if name.endswith("generated queries")} == SHARED.keys() - {"untrained index"}
     assert not {"fold:bm25", "fold:dense", "fold:untrained index"} & set(made)

@@ -142,7 +142,8 @@ class ScoreFusion(_Fusion):
         Args:
             searchers: Systems by name.
             pairs: Queries with the doc_ids they ask for, unknown to every system; those of seen and of unseen documents
-                count the same, however many there are of each.
+                count the same, however many there are of each. Queries of one kind do not say how far it should be ahead
+                of the other: then the constant stays 0.
             out: Where the weights are kept.
             settings: Depth; its weights are not used.
             seen: The documents with training queries that these systems know; none means all.
@@ -164,7 +165,8 @@ class ScoreFusion(_Fusion):
             unseen = _unseen(doc_ids, seen)
             stays = ~unseen | (gain > 0) | np.array([_lot(doc_id) < fewer for doc_id in doc_ids], bool)
             examples.append((scores[stays], unseen[stays], gain[stays]))
-        weights, constant, share = fit(examples)
+        kinds = {_is_unseen(doc_id, seen) for wanted in relevant.values() for doc_id in wanted}
+        weights, constant, share = fit(examples, constant=len(kinds) > 1)
         fitted = FusionSettings(depth, dict(zip(searchers, weights.tolist(), strict=True)), constant, share)
         shown = ", ".join(f"{each} {weight:.3f}" for each, weight in fitted.weights.items())
         said = "%-10s %s, unseen %+.3f: R@1 %.1f on %d queries, seen and unseen documents counting the same"
@@ -245,6 +247,8 @@ def _gains(relevant: Sequence[Collection[str]], seen: Collection[str] | None) ->
 
 def fit(
     examples: Sequence[tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.float64]]],
+    *,
+    constant: bool = True,
 ) -> tuple[npt.NDArray[np.float64], float, float]:
     """Weights that sum to 1, the constant of unseen documents, and the R@1 they give together.
 
@@ -254,6 +258,7 @@ def fit(
     Args:
         examples: Per query the scaled scores, (documents, systems), which documents are unseen, (documents,), and what each
             would bring as the first hit, (documents,): its share of the relevant documents, weighted or not.
+        constant: Whether to fit it; else it is 0.
     """
     usable = [example for example in examples if example[2].any()]
     if not usable:
@@ -276,7 +281,7 @@ def fit(
     best, improved = found(numbers), True
     while improved:
         improved = False
-        for place in range(systems + 1):
+        for place in range(systems + constant):
             grid = UNSEEN if place == systems else WEIGHTS
             for value in sorted(grid, key=lambda value: abs(value - numbers[place])):
                 tried = numbers.copy()
