@@ -28,9 +28,9 @@ from nci.search import Engine
 
 _AT_ONCE = 2**24  # numbers of the edges that are computed together
 _QUERIES = 256  # read together at most
-_MOST = 4000  # queries: more make no difference
+_MOST, _ENOUGH = 4000, 1000  # queries: more make no difference; so many are not worth waiting for more
 _KEPT_BACK = 2  # times as many documents give one query as give all of theirs
-_HELD = 2**27  # numbers per query and node that are kept; fitting needs a handful of their like
+_QUICK, _HELD = 2**25, 2**27  # numbers per query and node: a minute on a CPU; as many as memory has, times a handful
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,15 @@ def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], c
     )
 
 
+def how_many(nodes: int) -> int:
+    """Queries that weights are fitted on, at most: as many as a tree of this size leaves time and memory for.
+
+    >>> [how_many(nodes) for nodes in (2_400, 30_000, 130_000, 1_100_000)]
+    [4000, 1118, 1000, 122]
+    """
+    return max(1, min(_MOST, max(_QUICK // nodes, min(_ENOUGH, _HELD // nodes))))
+
+
 def fit(
     engine: Engine,
     texts: Sequence[str],
@@ -240,7 +249,7 @@ def fit(
         known: These queries, and the leaves that they ask for.
         fewer: What an unseen document counts beside others, `fewer_unseen`.
     """
-    chosen = np.random.default_rng(0).permutation(len(texts))[: max(1, min(_MOST, _HELD // engine.trie.nodes))]
+    chosen = np.random.default_rng(0).permutation(len(texts))[: how_many(engine.trie.nodes)]
     evidence = gather(engine, [texts[i] for i in chosen], np.asarray(targets)[chosen], counts)
     assert engine.model.anchor_weights is not None
     late = engine.model.config.late if evidence.late is not None else 1.0

@@ -472,7 +472,7 @@ def test_ablations_beside_the_papers(folders: dict[str, Path], tmp_path: Path) -
     assert json.loads((out / "one" / "paper.json").read_text())["reference"] == "base"
     assert json.loads((out / "one" / "ours.json").read_text())["reference"] == "nci"
     before = (out / "results.jsonl").read_bytes()
-    assert script("ablations", tmp_path / "data", out, **chosen).returncode == 0
+    assert script("ablations", tmp_path / "data", out, **{**chosen, "DATASETS": "one"}).returncode == 0
     assert (out / "results.jsonl").read_bytes() == before
     result = script(
         "ablations", tmp_path / "data", out, **{**chosen, "EPOCHS": "0.5", "ROWS": "base", "DATASETS": "one"}
