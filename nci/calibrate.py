@@ -276,8 +276,8 @@ def _likeliest(evidence: Evidence, start: Tensor, tree_sum: TreeSum, fewer: floa
     def loss() -> Tensor:
         optimiser.zero_grad()
         own = evidence.log_probs(start + free * change, tree_sum, fewer)
-        # As much as one query in all would say: it matters only where there are few.
-        prior = change.square().sum() / (2 * len(own))
+        # As much as one query would say if all counted the same: it matters where there are few, of one kind at least.
+        prior = change.square().sum() * share.square().sum() / 2
         value = prior - (own * share).sum()
         value.backward()  # type: ignore[no-untyped-call]
         return value

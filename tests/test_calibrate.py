@@ -232,6 +232,20 @@ def test_a_handful_of_queries_cannot_carry_the_weights_away(engine: Engine) -> N
     assert found.lexical < 1.5 * start
 
 
+def test_one_query_of_a_kind_says_less_of_it_than_many(engine: Engine) -> None:
+    """Three quarters of the documents are unseen, both kinds are asked for as often, nothing else tells them apart."""
+    seen = np.arange(engine.trie.documents) % 4 == 0
+    rng = np.random.default_rng(0)
+    unseen = rng.choice(np.flatnonzero(~seen), 60)
+    behind = []
+    for count in (60, 1):
+        targets = np.concatenate([unseen, rng.choice(np.flatnonzero(seen), count)])
+        texts = [f"item{number}" for number in rng.integers(0, 9, len(targets))]
+        found, _ = fit(engine, texts, targets, seen.astype(int))
+        behind.append(found.popular * np.log(2) - found.unseen)
+    assert 0 < behind[1] < 0.8 * behind[0]
+
+
 def test_an_applied_calibration_searches_as_it_was_fitted(
     tmp_path: Path, encoder: Path, shop: Workshop, engine: Engine
 ) -> None:
