@@ -66,11 +66,18 @@ def test_files_of_other_commands_are_checked_too(run: Nci, beir: Path, place: Pa
 
 
 def test_an_empty_file_of_queries_is_a_warning(run: Nci, beir: Path, place: Path) -> None:
-    words = ["--systems", "bm25", "--quiet", "--device", "cpu", "-o", "out"]
+    words = ["--systems", "bm25+qg", "--quiet", "--device", "cpu", "-o", "out"]
     code, _, err = run("compare", beir, *words, "--generated", "empty.jsonl")
     assert (code, err) == (0, "--generated empty.jsonl: holds no queries\n")
     write_lines(place / "queries.jsonl", [{"doc_id": "d0", "query": "apple"}])
     assert run("compare", beir, *words, "--generated", ".")[2] == ""
+
+
+def test_queries_that_no_system_takes_are_a_warning(run: Nci, beir: Path, place: Path) -> None:
+    write_lines(place / "queries.jsonl", [{"doc_id": "d0", "query": "apple"}])
+    words = ["--systems", "bm25", "--quiet", "--device", "cpu", "-o", "out", "--generated", "."]
+    code, _, err = run("compare", beir, *words)
+    assert (code, err) == (0, "--generated .: no system of this call takes generated queries; nci-qg, bm25+qg do\n")
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,10 @@ def test_what_others_need_comes_first(beir: Path, tmp_path: Path, encoder: Path)
     dataset = open_dataset(beir)
     assert dataset is not None
     bench = Workbench(dataset, tmp_path, tiny_config(encoder), generated_from=Recipe(), seeds=2)
-    wanted = [("rerank:rrf:bm25+dense", 0), ("nci-zeroed", 1), ("nci-ensemble", 0), ("knn", 0)]
+    wanted = [("rerank:rrf:bm25+dense", 0), ("nci-zeroed", 1), ("nci-ensemble", 0), ("nci-qg", 0), ("knn", 0)]
     order = in_order(bench, wanted)
     assert set(order[:2]) == {("generated queries", 0), ("untrained index", 0)}
-    assert len(set(order)) == len(order) == 11
+    assert len(set(order)) == len(order) == 12
     for place, task in enumerate(order):
         assert set(needs(bench, *task)) <= set(order[:place])
     assert set(wanted) <= set(order)
