@@ -277,7 +277,7 @@ def _likeliest(evidence: Evidence, start: Tensor, tree_sum: TreeSum, fewer: floa
         optimiser.zero_grad()
         own = evidence.log_probs(start + free * change, tree_sum, fewer)
         # As much as one query would say if all counted the same: it matters where there are few, of one kind at least.
-        prior = change.square().sum() * share.square().sum() / 2
+        prior = change.square().sum() * share.square().sum() / share.sum() / 2
         value = prior - (own * share).sum()
         value.backward()  # type: ignore[no-untyped-call]
         return value

@@ -90,7 +90,7 @@ from pathlib import Path
 
 folder = Path(sys.argv[1])
 paper = {words[0]: float(words[1]) for line in sys.argv[2].split("\n") if len(words := line.split()) == 5}
-systems = {}  # (data, row) -> the system that it stood for in the last calls: EPOCHS may have been others before
+systems = {}  # (data, row) -> the system that it stood for in the last calls: EPOCHS may have been another before
 for file in sorted(folder.glob("*/*.json"), key=lambda file: file.stat().st_mtime):
     found = json.loads(file.read_text(encoding="utf-8"))
     systems |= {(found["data"], row): system for row, system in found["rows"].items()}
