@@ -36,6 +36,7 @@ log = logging.getLogger("nci")
 
 DIED = "its process died; is there enough memory?"
 FULL = "the memory of the GPU is not enough"
+_AWAKE = 1.0  # seconds
 Files = Mapping[Path, tuple[str, list[Query]]]
 """Rankings to write, each with its split and queries."""
 
@@ -158,7 +159,8 @@ def _run(
                     running |= {pool.submit(_work, closed, task, dict(tasks[task])): task for task in ready}
             if not running:
                 return ended
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
+            # With a limit, since a Ctrl-C that comes just before Python waits is not heard until it wakes.
+            for future in wait(running, timeout=_AWAKE, return_when=FIRST_COMPLETED).done:
                 error = future.exception()
                 reason = str(error) or type(error).__name__
                 if isinstance(error, BrokenProcessPool):

@@ -181,7 +181,7 @@ def test_no_process_outlives_the_command(beir: Path, tmp_path: Path, flags: list
             process.terminate()
         else:
             os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=60)  # a worker that is still importing ends after it
+        out, err = process.communicate(timeout=60)
         assert wait_until(lambda: not workers(process.pid), 5), "a process is left behind"
     finally:
         for each in alive(process.pid):
