@@ -124,6 +124,8 @@ def search(args: Namespace) -> int:
             for number, opened in enumerate(indexes):
                 print(f"\nhow index {number + 1} came to it:" if len(indexes) > 1 else "\nhow it came about:")
                 print(opened.explain(query, [hit.doc_id for hit in hits]))
+            if not args.unconstrained and any(opened.engine.rounds for opened in indexes):
+                print("(exact; search rounds, so that its scores differ a little)")
         log.info("%d hits, %d of %d documents scored", len(hits), hits.documents_scored, sum(map(len, indexes)))
     return 0
 

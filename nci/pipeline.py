@@ -36,6 +36,7 @@ from nci.plots import learning_curve
 from nci.records import Document
 from nci.runtime import check_device
 from nci.search.engine import is_query
+from nci.sections import CALIBRATION_VERSION
 from nci.training_data import TrainingData, TrainingQueries, training_data
 from nci.tree import Tree
 
@@ -125,7 +126,7 @@ def _build(
         skip_unknown=config.corpus.on_error == "skip",
     )
     making = Making(documents, corpus_key, config, engine=engine, device=device)
-    build_key = content_key(making.key(data), list(held_out) if config.calibrate.share else 0)
+    build_key = content_key(making.key(data), (CALIBRATION_VERSION, list(held_out)) if config.calibrate.share else 0)
     if (live := _live(out, build_key)) is not None:
         log.info("%s is up to date", out)
         return live
@@ -179,7 +180,9 @@ def _calibrate(
         return None
     log.info("%-10s a first build without the queries of some documents", "calibrate")
     fewer = fewer_unseen(len(doc_ids), len(fold.seen_rows), len(data.seen_rows))
-    file = stages.folder / "calibrate" / f"{content_key(making.key(fold), held + back, fewer)}.json"
+    file = (
+        stages.folder / "calibrate" / f"{content_key(making.key(fold), held + back, fewer, CALIBRATION_VERSION)}.json"
+    )
     inner = stages if stages.shared else Stages(stages.folder / "calibrate")
     if not file.exists():
         made = making.make(inner, fold, stages)

@@ -37,6 +37,7 @@ from nci.names import FITTED, FOLD, INDEXES, QUERYLESS, config_of, kind_of, of_f
 from nci.pairs import first_of_each
 from nci.recipe import Recipe
 from nci.records import Hits
+from nci.sections import CALIBRATION_VERSION
 
 if TYPE_CHECKING:  # both import torch; a name that was typed wrong is to be told at once
     from nci.index import Index
@@ -83,10 +84,11 @@ def key(bench: Workbench, name: str, seed: int = 0) -> str:
     parts = [key(bench, part) for part in parts_of(name)]
     section = SECTION.get(kind)
     settings: Any = bench.settings[section] if section else None
+    versions = (LEXICAL_VERSION, CALIBRATION_VERSION)
     if kind in INDEXES:
-        settings = [config_of(bench.config, name).to_dict(), seed, LEXICAL_VERSION, *CHANGED.get(kind, ())]
+        settings = [config_of(bench.config, name).to_dict(), seed, *versions, *CHANGED.get(kind, ())]
     elif name == "nci-ensemble":
-        settings = [config_of(bench.config, "nci").to_dict(), bench.seeds, LEXICAL_VERSION]
+        settings = [config_of(bench.config, "nci").to_dict(), bench.seeds, *versions]
     elif name in ("dense", "dense-hnsw"):
         settings = bench.settings["dense"] if bench.baselines.get("dense") else bench.config.embed
     elif kind in FITTED:

@@ -30,6 +30,7 @@ from nci.querygen_steps import make_queries
 from nci.recipe import Recipe
 from nci.records import Document
 from nci.runtime import check_device
+from nci.sections import CALIBRATION_VERSION
 from nci.store import waiting_lock
 from nci.training_data import split_pairs
 
@@ -174,7 +175,7 @@ class Workbench:
             values[section]["seed"] = seed
         generated = values["pairs"]["generated"] > 0
         made_of = (self.data_key, generated and self.generated_from and self.generated_key, values)
-        key = content_key(*made_of, LEXICAL_VERSION)
+        key = content_key(*made_of, LEXICAL_VERSION, CALIBRATION_VERSION)
         return self._built(self.folder / f"{label}-{key}.index", Config.from_dict(values), generated=generated)
 
     def _built(self, out: Path, config: Config, *, generated: bool = False) -> Index:

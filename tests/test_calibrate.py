@@ -404,6 +404,9 @@ def test_a_killed_calibration_goes_on(beir: Path, tmp_path: Path, config: Any, m
     assert {name: entry["sha256"] for name, entry in files[0].items()} == {
         name: entry["sha256"] for name, entry in files[1].items()
     }
+    assert build(beir, tmp_path / "my.index", config) == generation
+    monkeypatch.setattr(pipeline, "CALIBRATION_VERSION", 99)
+    assert build(beir, tmp_path / "my.index", config) != generation, "weights of another way to fit are not kept"
 
 
 @pytest.mark.slow

@@ -225,6 +225,18 @@ def test_explain_shows_the_digits(ok: Callable[..., str], index: Path, second: P
     assert "how index 2 came to it:" in both
 
 
+@pytest.mark.parametrize(("precision", "said"), [("fp32", False), ("bf16", True), ("int8", True)])
+def test_explain_says_that_search_rounds(
+    ok: Callable[..., str], encoder: Path, tmp_path: Path, precision: str, said: bool
+) -> None:
+    corpus = write_lines(
+        tmp_path / "docs.jsonl", [{"id": f"d{number}", "text": f"apple {number}"} for number in range(5)]
+    )
+    flags = tiny_flags(encoder, train={"epochs": 0}, search={"precision": precision})
+    ok("index", corpus, "-o", tmp_path / "my.index", *flags)
+    assert ("search rounds" in ok("search", tmp_path / "my.index", "apple", "--explain")) == said
+
+
 @pytest.mark.parametrize("merge", ["rrf", "paper"])
 def test_an_ensemble_of_two(ok: Callable[..., str], index: Path, second: Path, beir: Path, merge: str) -> None:
     hits = json.loads(ok("search", index, second, QUERY, "-k", 5, "--merge", merge, "--json", "-"))["hits"]

@@ -186,9 +186,10 @@ def test_other_data_or_settings_are_other_systems(workbench: Workbench, tmp_path
         assert {what for what, other in others.items() if key(other, name) != key(workbench, name)} == wanted, name
 
 
-def test_other_lexical_scores_are_other_indexes(workbench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", ["LEXICAL_VERSION", "CALIBRATION_VERSION"])
+def test_other_scores_are_other_indexes(workbench: Workbench, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     before = {name: key(workbench, name) for name in ("nci", "nci-zeroed", "nci-ensemble", "bm25")}
-    monkeypatch.setattr("nci.systems.LEXICAL_VERSION", 99)
+    monkeypatch.setattr(f"nci.systems.{version}", 99)
     assert [name for name, old in before.items() if key(workbench, name) == old] == ["bm25"]
 
 

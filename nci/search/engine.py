@@ -101,6 +101,11 @@ class Engine:
             )
         return Backend(self.model, self.trie, self.edges, content, precision=precision, device=self.device)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether search computes with fewer digits than `explain` does."""
+        return self.edges is not None and choose_precision(self.precision, self.device) != "fp32"
+
     @cached_property
     def late(self) -> LateScores | None:
         """Late interaction, where the content score has it."""
