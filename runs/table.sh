@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The full table of systems for every BEIR folder below DATA_ROOT: metrics, significance, latency and size of each.
 #
-#   runs/table.sh DATA_ROOT OUT              what the tables of the README are made with
+#   runs/table.sh DATA_ROOT OUT              every system, as in docs/results-h200.md
 #   QUICK=1 runs/table.sh DATA_ROOT OUT      few systems, one seed, the preset fast: for two CPU cores
 #   BESIDE=1 SYSTEMS=nci,nci-zeroed,bm25+qg SEEDS=1 JOBS=1 runs/table.sh DATA_ROOT OUT
 #                                            all data sets at once, beside each other on one GPU: the index alone, the soonest
@@ -17,7 +17,7 @@ if [[ -n ${QUICK:-} ]]; then
   SYSTEMS=${SYSTEMS:-bm25,bm25-okapi,bm25+trainq,dense,knn,rrf:bm25+dense,nci,nci-zeroed,nci-untrained}
   SEEDS=${SEEDS:-1} JOBS=${JOBS:-1} PRESET=${PRESET:-fast}
 else
-  SYSTEMS=${SYSTEMS:-table}    # the list of the README
+  SYSTEMS=${SYSTEMS:-table}    # all that nci compare calls so
   SEEDS=${SEEDS:-3}            # indexes behind the rows of nci; its variants have one
   JOBS=${JOBS:-4}              # systems made at once
   PRESET=${PRESET:-default}    # settings of the indexes, or a .yaml file
