@@ -45,6 +45,7 @@ class Assembly:
         query_encoder: The encoder of the queries before training; often the same.
         lexical: Lexical scores in leaf order, where the content score has them.
         bias: (documents,) in leaf order, added to the content scores, where calibration found one.
+        moves: (documents, width) in leaf order, added to the vectors that queries are compared with, likewise.
         pieces: Word pieces in leaf order, where the content score has late interaction.
     """
 
@@ -58,6 +59,7 @@ class Assembly:
     lexical: LexicalScores | None
     bias: NDArray[np.float32] | None = None
     pieces: PieceVectors | None = None
+    moves: NDArray[np.floating] | None = None
 
     @cached_property
     def leaf_of_row(self) -> NDArray[np.int64]:
@@ -76,7 +78,7 @@ class Assembly:
         model = fresh_model(self.config, self.trie, self.values, self.query_encoder, self.vectors.shape[1])
         model.config.late = self.config.model.late if self.pieces is not None else 0.0
         seen = None if seen_rows is None else self.seen(seen_rows)
-        model.bind(self.trie, np.asarray(self.vectors, dtype=np.float32), seen, self.bias)
+        model.bind(self.trie, np.asarray(self.vectors, dtype=np.float32), seen, self.bias, self.moves)
         return model.to(device).eval()  # type: ignore[arg-type, no-any-return]
 
     def seen(self, rows: Sequence[int]) -> NDArray[np.bool_]:
@@ -87,13 +89,18 @@ class Assembly:
         """(documents,) in leaf order: how often each is among these rows of the corpus."""
         return np.bincount(np.asarray(rows, dtype=np.int64), minlength=len(self.order))[self.order]
 
+    @property
+    def document_vectors(self) -> DocumentVectors:
+        """All that the dense part of the content score reads of documents."""
+        return DocumentVectors(self.vectors, bias=self.bias, moves=self.moves)
+
     def engine(self, model: NCIModel) -> Engine:
         """Search with the weights as they are now."""
         return Engine.for_model(
             model,
             self.query_encoder.tokenizer,
             self.trie,
-            vectors=DocumentVectors(self.vectors, bias=self.bias),
+            vectors=self.document_vectors,
             precision=self.config.search.precision,
             lexical=self.lexical,
             pieces=self.pieces,

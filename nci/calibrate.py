@@ -1,11 +1,12 @@
 """Trained model + queries it has not seen -> the weights of the parts of its score.
 
 Training sees queries of some documents only, and weighs the parts as suits those. Here the queries of a tenth of the
-documents are withheld from a first build; afterwards seven numbers are fitted on them and on `dev`, documents with and
+documents are withheld from a first build; afterwards eight numbers are fitted on them and on `dev`, documents with and
 without training queries counting the same: the weights of dense and lexical similarity and of late interaction, a constant
-for documents without any query, what often asked ones are ahead of the others, what hubs are behind them (`nci.hubs`), and a
-factor on what the decoder says. That build has more documents without queries than the index will have, which would hold the
-constant down: each of them counts as fewer. Knows no stages and no files.
+for documents without any query, what often asked ones are ahead of the others, what hubs are behind them (`nci.hubs`), how far
+documents move towards their queries (`nci.rocchio`), and a factor on what the decoder says. That build has more documents
+without queries than the index will have, which would hold the constant down: each of them counts as fewer. Knows no stages and
+no files.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Calibration:
         popular: Times log(1 + its training queries), added to the content score of every other document.
         late: Weight of late interaction; 0 where there is none.
         hubs: Times `find_hubs`, added to the content score of every document.
-        drawn_by: The weights that hubs are found with: dense, lexical, late.
+        moves: Times `query_means`, added to the vectors of documents.
+        drawn_by: The weights that hubs are found with: dense, lexical, late, moves.
         found: R@1 of seen and unseen documents, before and after, and how many queries there were.
     """
 
@@ -56,7 +58,8 @@ class Calibration:
     popular: float = 0.0
     late: float = 0.0
     hubs: float = 0.0
-    drawn_by: Sequence[float] = (0.0, 0.0, 0.0)
+    moves: float = 0.0
+    drawn_by: Sequence[float] = (0.0, 0.0, 0.0, 0.0)
     found: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -67,7 +70,9 @@ class Calibration:
             for kind, count in self.found.get("queries", {}).items()
         ]
         changed = f"; R@1 {', '.join(r1)}" if r1 else ""
-        priors = f"unseen {self.unseen:+.2f}, often asked {self.popular:+.2f}, hubs {self.hubs:+.2f}"
+        priors = (
+            f"unseen {self.unseen:+.2f}, often asked {self.popular:+.2f}, hubs {self.hubs:+.2f}, moved {self.moves:.2f}"
+        )
         return f"{weights}, {priors}{changed}"
 
     @torch.no_grad()
@@ -149,6 +154,7 @@ class Evidence:
     own: Tensor  # (queries, positions) which of them is on the way to the target; -1 behind its end
     targets: Tensor  # (queries,) leaves
     counts: Tensor  # (documents,) training queries of each, as floats
+    moves: Tensor | None = None  # (queries, documents) by which the cosine changes if documents move all the way
     hubs: Tensor | None = None  # (documents,)
 
     @property
@@ -159,13 +165,14 @@ class Evidence:
     def scores(self, weights: Tensor) -> Tensor:
         """Content scores (queries, documents).
 
-        `weights`: log kappa, log lexical, constant, factor, lead of the popular, log late, lead of hubs.
+        `weights`: log kappa, log lexical, constant, factor, lead of the popular, log late, lead of hubs, how far they move.
         """
         prior = weights[2] * self.unseen + weights[4] * self.counts.log1p()
         prior = prior if self.hubs is None else prior + weights[6] * self.hubs
         late = 0.0 if self.late is None else weights[5].exp()
-        content = Content(self.dense, self.lexical, self.late)
-        return content.scores(weights[0].exp(), weights[1].exp(), late) + prior
+        moves = 0.0 if self.moves is None else weights[7]
+        content = Content(self.dense, self.lexical, self.late, self.moves)
+        return content.scores(weights[0].exp(), weights[1].exp(), late, moves) + prior
 
     def log_probs(self, weights: Tensor, tree_sum: TreeSum, fewer: float = 1.0) -> Tensor:
         """log p of each query's target: (queries,); only the siblings along its path count.
@@ -183,15 +190,22 @@ class Evidence:
 
 
 @torch.no_grad()
-def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], counts: NDArray[np.integer]) -> Evidence:
+def gather(
+    engine: Engine,
+    texts: Sequence[str],
+    targets: NDArray[np.integer],
+    counts: NDArray[np.integer],
+    moves: NDArray[np.float32] | None = None,
+) -> Evidence:
     """Read some queries with a trained model, a few at a time; what is found stays on the model's device."""
     model, trie = engine.reference, engine.trie
     leaves = torch.as_tensor(targets, device=model.device).long()
     step = max(1, min(_QUERIES, _AT_ONCE // (int(np.diff(trie.child_start).max()) * model.config.d_model)))
+    towards = None if moves is None else torch.as_tensor(moves, device=model.device)
     contents: list[Content] = []
     children, residual, own = [], [], []
     for start in range(0, len(texts), step):
-        queries, content = read_content(engine, list(texts[start : start + step]))
+        queries, content = read_content(engine, list(texts[start : start + step]), towards)
         contents.append(content)
         levels, _, path = model.path_children(
             model.memories(queries.states),
@@ -204,7 +218,7 @@ def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], c
         residual.append(torch.stack([log_probs.float() for log_probs, _ in levels], dim=1))
         children.append(torch.stack([child for _, child in levels], dim=1))
         own.append(torch.where(path >= 0, path - children[-1][:, :, 0], -1))
-    dense, lexical, late = (
+    dense, lexical, late, changes = (
         None if parts[0] is None else torch.cat(cast("tuple[Tensor, ...]", parts))
         for parts in zip(*contents, strict=True)
     )
@@ -217,6 +231,7 @@ def gather(engine: Engine, texts: Sequence[str], targets: NDArray[np.integer], c
         torch.cat(own),
         leaves,
         torch.as_tensor(counts, device=model.device).float(),
+        changes,
     )
 
 
@@ -236,6 +251,7 @@ def fit(
     counts: NDArray[np.integer],
     *,
     known: Sequence[tuple[str, int]] = (),
+    moves: NDArray[np.float32] | None = None,
     fewer: float = 1.0,
 ) -> tuple[Calibration, NDArray[np.float32]]:
     """The weights under which the queries' own documents are likeliest, seen and unseen documents counting the same.
@@ -247,18 +263,19 @@ def fit(
         targets: The leaf that each text should find.
         counts: (documents,) in leaf order, how many training queries each has in this build.
         known: These queries, and the leaves that they ask for.
+        moves: `query_means` of these; without them no document moves.
         fewer: What an unseen document counts beside others, `fewer_unseen`.
     """
     chosen = np.random.default_rng(0).permutation(len(texts))[: how_many(engine.trie.nodes)]
-    evidence = gather(engine, [texts[i] for i in chosen], np.asarray(targets)[chosen], counts)
+    evidence = gather(engine, [texts[i] for i in chosen], np.asarray(targets)[chosen], counts, moves)
     assert engine.model.anchor_weights is not None
     late = engine.model.config.late if evidence.late is not None else 1.0
-    others = torch.tensor([0.0, 1.0, 0.0, float(np.log(late)), 0.0])
+    others = torch.tensor([0.0, 1.0, 0.0, float(np.log(late)), 0.0, 0.0])
     start = torch.cat([engine.model.anchor_weights.detach().float().cpu(), others]).to(evidence.dense.device)
     tree_sum = TreeSum(engine.trie).to(start.device)
     first = _likeliest(evidence, start, tree_sum, fewer)
-    drawn_by = (first.kappa, first.lexical, first.late)
-    hubs = find_hubs(engine, known, drawn_by)
+    drawn_by = (first.kappa, first.lexical, first.late, first.moves)
+    hubs = find_hubs(engine, known, drawn_by, moves)
     evidence = replace(evidence, hubs=torch.as_tensor(hubs, device=start.device))
     return replace(_likeliest(evidence, start, tree_sum, fewer), drawn_by=drawn_by), hubs
 
@@ -269,7 +286,7 @@ def _likeliest(evidence: Evidence, start: Tensor, tree_sum: TreeSum, fewer: floa
     share = torch.where(new, 0.5 / new.sum().clamp(min=1), 0.5 / (~new).sum().clamp(min=1))
     free = torch.ones_like(start)
     if bool(new.all() | (~new).all()):  # queries of one kind do not say how far it should be ahead of the other
-        free[[2, 4] if bool(new[0]) else 2] = 0
+        free[[2, 4, 7] if bool(new[0]) else 2] = 0
     change = torch.zeros_like(start).requires_grad_(True)
     optimiser = torch.optim.LBFGS([change], max_iter=60, line_search_fn="strong_wolfe")
 
@@ -285,10 +302,9 @@ def _likeliest(evidence: Evidence, start: Tensor, tree_sum: TreeSum, fewer: floa
     optimiser.step(loss)  # type: ignore[arg-type, no-untyped-call]
     fitted = (start + free * change).detach()
     kappa, lexical, late = (float(fitted[place].exp()) for place in (0, 1, 5))
-    unseen, residual, popular, hubs = (float(fitted[place]) for place in (2, 3, 4, 6))
-    return Calibration(
-        kappa, lexical, unseen, max(0.0, residual), popular, late if evidence.late is not None else 0.0, hubs
-    )
+    unseen, residual, popular, hubs, moves = (float(fitted[place]) for place in (2, 3, 4, 6, 7))
+    late = late if evidence.late is not None else 0.0
+    return Calibration(kappa, lexical, unseen, max(0.0, residual), popular, late, hubs, max(0.0, moves))
 
 
 def found_first(

@@ -31,16 +31,19 @@ class Content(NamedTuple):
     dense: Tensor  # cosine
     lexical: Tensor | None  # as a share of the highest
     late: Tensor | None  # above the worst candidate
+    moves: Tensor | None = None  # by which the cosine would change if documents moved all the way, see `nci.rocchio`
 
-    def scores(self, kappa: float | Tensor, lexical: float | Tensor, late: float | Tensor) -> Tensor:
-        """All parts with their weights."""
-        total = kappa * self.dense
+    def scores(
+        self, kappa: float | Tensor, lexical: float | Tensor, late: float | Tensor, moves: float | Tensor = 0.0
+    ) -> Tensor:
+        """All parts with their weights; `moves` is how far documents have moved."""
+        total = kappa * (self.dense if self.moves is None else self.dense + moves * self.moves)
         total = total if self.lexical is None else total + lexical * self.lexical
         return total if self.late is None else total + late * self.late
 
 
-def read_content(engine: Engine, texts: Sequence[str]) -> tuple[EncodedQueries, Content]:
-    """Some queries as the model reads them, and how near each document is to them."""
+def read_content(engine: Engine, texts: Sequence[str], moves: Tensor | None = None) -> tuple[EncodedQueries, Content]:
+    """Some queries as the model reads them, and how near each document is to them, and its `moves` (documents, width)."""
     vectors = engine.reference.tables.vectors
     queries, stored = engine.encode(texts), engine.stored_vectors(texts, len(texts))
     asked = queries.vectors if stored is None else stored
@@ -48,17 +51,24 @@ def read_content(engine: Engine, texts: Sequence[str]) -> tuple[EncodedQueries, 
     lexical = None
     if engine.lexical is not None:
         lexical = torch.as_tensor(engine.lexical.normalised(texts), device=vectors.device)
-    return queries, Content(asked.float() @ vectors.T, lexical, queries.late)
+    towards = None if moves is None else asked.float() @ moves.T
+    return queries, Content(asked.float() @ vectors.T, lexical, queries.late, towards)
 
 
 @torch.no_grad()
-def find_hubs(engine: Engine, pairs: Iterable[tuple[str, int]], weights: Sequence[float]) -> NDArray[np.float32]:
+def find_hubs(
+    engine: Engine,
+    pairs: Iterable[tuple[str, int]],
+    weights: Sequence[float],
+    moves: NDArray[np.float32] | None = None,
+) -> NDArray[np.float32]:
     """(documents,) in leaf order, 0 on average.
 
     Args:
         engine: Searches with a trained model.
         pairs: Texts and the leaves they ask for.
-        weights: Of the parts of the content score: dense, lexical, late.
+        weights: Of the parts of the content score: dense, lexical, late, and how far documents have moved.
+        moves: (documents, width) by what they move.
     """
     asked: dict[str, set[int]] = {}
     for text, leaf in pairs:
@@ -66,11 +76,12 @@ def find_hubs(engine: Engine, pairs: Iterable[tuple[str, int]], weights: Sequenc
     texts, documents = list(asked), engine.trie.documents
     step = max(1, min(256, _AT_ONCE // documents))
     best = torch.empty(0, documents, device=engine.device)  # (drawn, documents)
+    moved = None if moves is None else torch.as_tensor(moves, device=engine.device)
     # those of one length together, since they are padded
     chosen = sorted((texts[i] for i in np.random.default_rng(0).permutation(len(texts))[:MOST]), key=len)
     for start in range(0, len(chosen), step):
         part = chosen[start : start + step]
-        scores = read_content(engine, part)[1].scores(*weights)
+        scores = read_content(engine, part, moved)[1].scores(*weights)
         own = torch.tensor([(row, leaf) for row, text in enumerate(part) for leaf in asked[text]]).T
         scores[own[0], own[1]] = -torch.inf
         log_probs = scores.log_softmax(1).nan_to_num(nan=_LEAST)  # nan: it asks for every document there is

@@ -221,8 +221,9 @@ class Index:
         vectors = self.vectors()
         order = np.arange(len(self), dtype=np.int64)
         lexical = self.engine.lexical
-        bias = self.engine.vectors.bias if self.engine.vectors is not None else None
-        parts = (encoder, encoder, lexical, bias, self.engine.pieces)
+        scored = self.engine.vectors
+        bias, moves = (None, None) if scored is None else (scored.bias, scored.moves)
+        parts = (encoder, encoder, lexical, bias, self.engine.pieces, moves)
         assembly = Assembly(self.config, self.trie, model.config.values, order, vectors, *parts)
         fresh = assembly.model(device=self.engine.device)
         if bias is not None and fresh.anchor_weights is not None and model.anchor_weights is not None:

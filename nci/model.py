@@ -98,11 +98,12 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
         vectors: NDArray[np.floating] | None = None,
         seen: NDArray[np.bool_] | None = None,
         bias: NDArray[np.float32] | None = None,
+        moves: NDArray[np.floating] | None = None,
     ) -> None:
-        """Attach the tree and, in leaf order, document vectors (documents, width), which are seen, and score biases."""
+        """Attach the tree and, in leaf order, document vectors (documents, width), which are seen, score biases, moves."""
         if self.config.normalise != "children":
             trie = trie.with_end_token(self.config.values)
-        self.tree = TreeTables(trie, self.config, vectors, seen, bias).to(self.device)
+        self.tree = TreeTables(trie, self.config, vectors, seen, bias, moves).to(self.device)
 
     @property
     def tables(self) -> TreeTables:

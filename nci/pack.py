@@ -19,7 +19,6 @@ from nci.assembly import Assembly
 from nci.model import NCIModel
 from nci.runtime import quiet
 from nci.search import fold
-from nci.search.content import DocumentVectors
 from nci.tree import Tree
 from nci.trie import Trie
 
@@ -75,7 +74,7 @@ def write_generation(folder: Path, parts: Parts) -> dict[str, object]:
     trie.save(folder / "trie.safetensors")
     if model.config.foldable:
         fold(model).save(folder / "edges.safetensors")
-    DocumentVectors(assembly.vectors, bias=assembly.bias).save(folder)
+    assembly.document_vectors.save(folder)
     np.save(folder / "centroids.npy", centroids_by_node(trie, parts.tree), allow_pickle=False)
     parts.documents.copy_in_order(folder, assembly.order)
     if assembly.lexical is not None:

@@ -34,6 +34,7 @@ from nci.model import NCIModel
 from nci.pack import DocumentFile, Parts, write_generation
 from nci.plots import learning_curve
 from nci.records import Document
+from nci.rocchio import query_means
 from nci.runtime import check_device
 from nci.search.engine import is_query
 from nci.sections import CALIBRATION_VERSION
@@ -140,9 +141,10 @@ def _build(
         report["pairs"] = made.pairs
     _keep_curve(made.folder, out / "reports")
     if calibration is not None:
-        hubs = find_hubs(assembly.engine(model), _known(made, data), calibration.drawn_by)
-        counts = assembly.counts([row for _, row in data.real])
-        assembly = replace(assembly, bias=calibration.bias(counts, hubs))
+        searching, known = assembly.engine(model), _known(made, data)
+        moves = query_means(searching, known)
+        hubs = find_hubs(searching, known, calibration.drawn_by, moves)
+        assembly = _calibrated(assembly, data, calibration, hubs, moves)
         calibration.apply(model)
         report["calibration"] = asdict(calibration)
     if config.model.query_vector == "auto" and data.dev:
@@ -206,11 +208,26 @@ def _fitted(made: Made, data: TrainingData, texts: list[str], leaves: NDArray[np
     search, few = made.assembly.config.search, np.random.default_rng(1).permutation(len(texts))[:_SEARCHED]
     some, wanted = [texts[i] for i in few], leaves[few]
     engine, counts = made.assembly.engine(made.model), made.assembly.counts([row for _, row in data.real])
-    calibration, hubs = fit(engine, texts, leaves, counts, known=_known(made, data), fewer=fewer)
+    known = _known(made, data)
+    moves = query_means(engine, known)
+    calibration, hubs = fit(engine, texts, leaves, counts, known=known, moves=moves, fewer=fewer)
     before = found_first(engine, some, wanted, search)
     calibration.apply(made.model)
-    engine = replace(made.assembly, bias=calibration.bias(counts, hubs)).engine(made.model)
+    engine = _calibrated(made.assembly, data, calibration, hubs, moves).engine(made.model)
     return compared(calibration, before, found_first(engine, some, wanted, search), counts[wanted] == 0)
+
+
+def _calibrated(
+    assembly: Assembly,
+    data: TrainingData,
+    calibration: Calibration,
+    hubs: NDArray[np.float32],
+    moves: NDArray[np.float32],
+) -> Assembly:
+    """The parts around a model with what calibration gives to single documents."""
+    counts = assembly.counts([row for _, row in data.real])
+    moved = calibration.moves * moves if calibration.moves else None
+    return replace(assembly, bias=calibration.bias(counts, hubs), moves=moved)
 
 
 def _known(made: Made, data: TrainingData) -> list[tuple[str, int]]:

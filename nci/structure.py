@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -32,7 +34,7 @@ def check_structure(index: Index) -> list[str]:
     if vectors.shape != (documents, index.engine.model.config.d_content) or not np.isfinite(vectors).all():
         problems.append(f"vectors.npy: expected {documents} finite vectors, found shape {vectors.shape}")
     elif not _are_codes_of(index, vectors):
-        problems.append("codes.npy: are not the codes of vectors.npy")
+        problems.append("codes.npy: are not the codes of vectors.npy, moved by moves.npy where there is one")
     centroids = np.load(index.generation / "centroids.npy", mmap_mode="r", allow_pickle=False)
     inner = int((np.diff(index.trie.child_start) > 0).sum()) - 1
     if len(centroids) != inner or not np.isfinite(centroids).all():
@@ -81,6 +83,7 @@ def _are_codes_of(index: Index, vectors: NDArray[np.float16]) -> bool:
     for start in range(0, len(vectors), _AT_ONCE):
         part = slice(start, start + _AT_ONCE)
         scales = np.asarray(coded.scales[part])[:, None]
-        if (np.abs(coded.codes[part] * scales - vectors[part].astype(np.float32)) > scales + 1e-3).any():
+        wanted = replace(coded, values=vectors).moved(part).astype(np.float32)
+        if (np.abs(coded.codes[part] * scales - wanted) > scales + 1e-3).any():
             return False
     return True

@@ -26,6 +26,7 @@ class TreeTables(nn.Module):
         vectors: NDArray[np.floating] | None,
         seen: NDArray[np.bool_] | None = None,
         bias: NDArray[np.float32] | None = None,
+        moves: NDArray[np.floating] | None = None,
     ) -> None:
         super().__init__()
         self.trie = trie
@@ -50,10 +51,11 @@ class TreeTables(nn.Module):
         self.put("token", token)
         self.put("child_start", trie.child_start)
         self.put("path_nodes", trie.path_nodes)
-        self.vectors: Tensor | None
+        self.vectors: Tensor | None  # what queries are compared with; means are of documents that have not moved
         self.means: Tensor | None
         self.content: Tensor | None
-        self.put("vectors", vectors if config.anchor == "exact" else None, torch.float32)
+        moved = vectors if vectors is None or moves is None else vectors + np.asarray(moves, np.float32)
+        self.put("vectors", moved if config.anchor == "exact" else None, torch.float32)
         means = (
             node_means(trie, vectors) if vectors is not None and (config.content or config.anchor == "mean") else None
         )

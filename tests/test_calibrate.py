@@ -31,6 +31,7 @@ from nci.corpus import open_dataset
 from nci.hubs import find_hubs, read_content
 from nci.index import Index
 from nci.pipeline import build
+from nci.rocchio import query_means
 from nci.search import Engine
 from nci.search.content import DocumentVectors
 from nci.search.exhaustive import score_all
@@ -181,7 +182,7 @@ def test_hubs_are_held_back(engine: Engine) -> None:
     texts = [f"item{number}" for number in rng.integers(0, 9, 80)]
     evidence = gather(engine, texts, rng.choice(np.flatnonzero(hubs < 0), 80), np.ones(documents, int))
     evidence = dataclasses.replace(evidence, hubs=torch.tensor(hubs))
-    start = torch.cat([start_of(engine), torch.zeros(2)])
+    start = torch.cat([start_of(engine), torch.zeros(3)])
     found = _likeliest(evidence, start, TreeSum(engine.trie), 1.0)
     assert found.hubs < -0.3
     counts = np.arange(documents) % 2
@@ -194,7 +195,7 @@ def test_hubs_are_found_by_the_weights_that_were_best_without(engine: Engine) ->
     without, nothing = fit(engine, TEXTS, targets, counts)
     found, hubs = fit(engine, TEXTS, targets, counts, known=known)
     assert not nothing.any()
-    assert found.drawn_by == without.drawn_by == (without.kappa, without.lexical, without.late)
+    assert found.drawn_by == without.drawn_by == (without.kappa, without.lexical, without.late, 0.0)
     np.testing.assert_allclose(hubs, find_hubs(engine, known, found.drawn_by))
 
 
@@ -331,7 +332,14 @@ def test_an_index_is_calibrated_on_what_a_first_build_has_not_seen(
     bias = np.load(generation / "bias.npy")
     leaf_of = {doc_id: leaf for leaf, doc_id in enumerate(index.doc_ids)}
     known = [(text, leaf_of[doc_id]) for text, doc_id in split_pairs(open_dataset(beir), "train")]
-    hubs = find_hubs(index.engine, known, found["drawn_by"])
+    scored = index.engine.vectors
+    assert scored is not None
+    means = query_means(index.engine, known)
+    if found["moves"]:
+        np.testing.assert_allclose(scored.moves, found["moves"] * means, atol=2e-3)
+    as_they_were = Index(out)
+    as_they_were.engine.vectors = dataclasses.replace(scored, moves=None)  # those that hubs were found with
+    hubs = find_hubs(as_they_were.engine, known, found["drawn_by"], means)
     assert np.ptp(hubs) > 0.1
     for doc_id, value, hub in zip(index.doc_ids, bias, hubs, strict=True):
         times = _asked(beir, doc_id)
@@ -484,8 +492,8 @@ def test_what_was_found_reads_as_a_line() -> None:
         "before": {"seen": 0.8544, "unseen": 0.7219},
         "after": {"seen": 0.8282, "unseen": 0.8903},
     }
-    said = str(Calibration(13.394, 10.002, 0.072, 0.4477, -1.688, hubs=-0.521, found=found))
+    said = str(Calibration(13.394, 10.002, 0.072, 0.4477, -1.688, hubs=-0.521, moves=0.417, found=found))
     assert said == (
-        "dense 13.39, BM25 10.00, decoder 0.45, unseen +0.07, often asked -1.69, hubs -0.52; "
+        "dense 13.39, BM25 10.00, decoder 0.45, unseen +0.07, often asked -1.69, hubs -0.52, moved 0.42; "
         "R@1 seen 85.4 -> 82.8 (419), unseen 72.2 -> 89.0 (784)"
     )

@@ -70,9 +70,11 @@ def test_vectors_on_disk(tmp_path: Path, unit_vectors: Vectors) -> None:
     DocumentVectors(values).save(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["codes.npy", "scales.npy", "vectors.npy"]
     again = DocumentVectors.load(tmp_path)
-    read = [array for name, array in vars(again).items() if name != "bias"]
+    read = [array for name, array in vars(again).items() if name not in ("bias", "moves")]
     assert all(isinstance(array, np.memmap) for array in read), "nothing is read before it is needed"
     assert again.bias is None
+    assert again.moves is None
+    assert again.moved() is not None
     np.testing.assert_array_equal(again.values, values.astype(np.float16))
     fresh = DocumentVectors(values).quantised()
     np.testing.assert_array_equal(again.codes, fresh.codes)
@@ -84,9 +86,22 @@ def test_vectors_on_disk(tmp_path: Path, unit_vectors: Vectors) -> None:
     assert DocumentVectors(values, bias=bias).quantised().bias is bias
 
 
-@pytest.mark.parametrize("name", ["codes", "scales", "vectors", "bias"])
+def test_vectors_that_have_moved(tmp_path: Path, unit_vectors: Vectors) -> None:
+    """What documents say of themselves stays as it is; the codes that search reads are of where they have moved to."""
+    values, moves = unit_vectors(9), 0.5 * unit_vectors(9)[::-1]
+    DocumentVectors(values, moves=moves).save(tmp_path)
+    again = DocumentVectors.load(tmp_path)
+    assert isinstance(again.moves, np.memmap)
+    np.testing.assert_array_equal(again.values, values.astype(np.float16))
+    np.testing.assert_array_equal(again.moves, moves.astype(np.float16))
+    np.testing.assert_allclose(again.moved(), values + moves, atol=2e-3)
+    np.testing.assert_allclose(again.moved(slice(2, 5)), (values + moves)[2:5], atol=2e-3)
+    np.testing.assert_array_equal(again.codes, DocumentVectors(values + moves).quantised().codes)
+
+
+@pytest.mark.parametrize("name", ["codes", "scales", "vectors", "bias", "moves"])
 def test_refuses_vectors_that_do_not_fit(tmp_path: Path, unit_vectors: Vectors, name: str) -> None:
-    DocumentVectors(unit_vectors(9), bias=np.zeros(9, np.float32)).save(tmp_path)
+    DocumentVectors(unit_vectors(9), bias=np.zeros(9, np.float32), moves=unit_vectors(9)).save(tmp_path)
     np.save(tmp_path / f"{name}.npy", np.load(tmp_path / f"{name}.npy")[:-1])
     with pytest.raises(DataError, match="do not fit"):
         DocumentVectors.load(tmp_path)
@@ -175,6 +190,7 @@ def test_a_word_asked_twice_counts_twice() -> None:
     asked=st.lists(texts, min_size=1, max_size=4),
     on_gpu=st.booleans(),
     biased=st.booleans(),
+    moved=st.booleans(),
     data=st.data(),
 )
 def test_anchors_equal_those_of_the_model(
@@ -186,16 +202,19 @@ def test_anchors_equal_those_of_the_model(
     asked: list[str],
     on_gpu: bool,
     biased: bool,
+    moved: bool,
     data: st.DataObject,
 ) -> None:
     model = make_model(ids, anchor=anchor, kappa=7.0, lexical=3.0)
     trie, vectors = model.tables.trie, unit_vectors(len(ids))
     bias = np.linspace(-3, 3, len(ids)).astype(np.float32) if biased else None
-    model.bind(trie, vectors, bias=bias)
+    moves = -0.7 * vectors[::-1] if moved else None
+    model.bind(trie, vectors, bias=bias, moves=moves)
+    stored = DocumentVectors(vectors, bias=bias, moves=moves)
     words = None
     if lexical:
         words = LexicalScores.build(data.draw(st.lists(texts, min_size=len(ids), max_size=len(ids))))
-    content = Content(model, trie, DocumentVectors(vectors, bias=bias), words, precision="fp32", device="cpu")
+    content = Content(model, trie, stored, words, precision="fp32", device="cpu")
     assert content.exact == (anchor == "exact")
     if on_gpu and content.lexical is not None:  # what a GPU adds up itself
         content.postings = Postings(content.lexical, "cpu")

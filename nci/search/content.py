@@ -8,7 +8,7 @@ level by level, over neighbours. Costs grow with the documents, unlike those of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,19 @@ _DOCUMENTS_AT_ONCE = 65536
 
 @dataclass(frozen=True)
 class DocumentVectors:
-    """Vectors of length 1 in leaf order, the same as int8, and what is added to the content score of each document."""
+    """Vectors of length 1 in leaf order, what they have moved by since, the result as int8, and a constant for each document."""
 
     values: NDArray[np.floating]  # (documents, width)
     codes: NDArray[np.int8] | None = None  # (documents, width)
-    scales: NDArray[np.float32] | None = None  # (documents,) values = codes * scales, nearly
-    bias: NDArray[np.float32] | None = None  # (documents,)
+    scales: NDArray[np.float32] | None = None  # (documents,) moved = codes * scales, nearly
+    bias: NDArray[np.float32] | None = None  # (documents,) added to the content scores
+    moves: NDArray[np.floating] | None = None  # (documents, width), of `nci.rocchio`
+
+    def moved(self, part: slice = slice(None)) -> NDArray[np.floating]:
+        """(documents, width) what queries are compared with."""
+        if self.moves is None:
+            return self.values[part]
+        return np.asarray(self.values[part], np.float32) + np.asarray(self.moves[part], np.float32)
 
     def quantised(self) -> DocumentVectors:
         """With codes, computed now where there are none."""
@@ -45,16 +52,18 @@ class DocumentVectors:
         codes = np.empty(self.values.shape, np.int8)
         scales = np.empty(len(self.values), np.float32)
         for start in range(0, len(codes), _DOCUMENTS_AT_ONCE):
-            part = np.asarray(self.values[start : start + _DOCUMENTS_AT_ONCE], dtype=np.float32)
+            part = np.asarray(self.moved(slice(start, start + _DOCUMENTS_AT_ONCE)), dtype=np.float32)
             scale = np.maximum(np.abs(part).max(1, initial=0.0), 1e-12) / 127
             codes[start : start + len(part)] = np.rint(part / scale[:, None])
             scales[start : start + len(part)] = scale
-        return DocumentVectors(self.values, codes, scales, self.bias)
+        return replace(self, codes=codes, scales=scales)
 
     def save(self, folder: Path) -> None:
-        """`vectors.npy` as float16, `codes.npy` as int8 with their scales, `bias.npy` where there is one."""
+        """`vectors.npy` as float16, `codes.npy` as int8 with their scales, `moves.npy` and `bias.npy` where there are any."""
         coded = self.quantised()
         np.save(folder / "vectors.npy", np.asarray(self.values, dtype=np.float16), allow_pickle=False)
+        if self.moves is not None:
+            np.save(folder / "moves.npy", np.asarray(self.moves, dtype=np.float16), allow_pickle=False)
         for name, array in (("codes", coded.codes), ("scales", coded.scales)):
             assert array is not None
             np.save(folder / f"{name}.npy", array, allow_pickle=False)
@@ -74,10 +83,15 @@ class DocumentVectors:
         )
         if codes.shape != values.shape or scales.shape != values.shape[:1]:
             raise DataError(f"codes.npy {codes.shape} and vectors.npy {values.shape} do not fit; build the index again")
-        bias = np.load(folder / "bias.npy", allow_pickle=False) if (folder / "bias.npy").exists() else None
-        if bias is not None and bias.shape != scales.shape:
-            raise DataError(f"bias.npy {bias.shape} and vectors.npy {values.shape} do not fit; build the index again")
-        return cls(values, codes, scales, bias)
+        found: dict[str, Any] = {}
+        for name, shape in (("bias", scales.shape), ("moves", values.shape)):
+            if not (folder / f"{name}.npy").exists():
+                continue
+            found[name] = np.load(folder / f"{name}.npy", mmap_mode="r" if len(shape) > 1 else None, allow_pickle=False)
+            if found[name].shape != shape:
+                shapes = f"{name}.npy {found[name].shape} and vectors.npy {values.shape}"
+                raise DataError(f"{shapes} do not fit; build the index again")
+        return cls(values, codes, scales, **found)
 
 
 class Content:
@@ -119,7 +133,7 @@ class Content:
         else:
             # float16 has three bits more than bfloat16, and numbers below 1 need no wider range
             dtype = torch.float32 if precision == "fp32" else torch.float16
-            self.rows = mapped(vectors.values).to(device, dtype)
+            self.rows = mapped(vectors.moved()).to(device, dtype)
         self.bias = None if vectors.bias is None else torch.as_tensor(vectors.bias, device=device).unsqueeze(1)
         self.sums = LevelSums(trie, device) if self.exact else None
 

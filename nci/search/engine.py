@@ -119,8 +119,11 @@ class Engine:
     def reference(self) -> NCIModel:
         """The model itself, bound to the tree: what plain and exhaustive searches and explanations ask."""
         if self.model.tree is None:
-            values = None if self.vectors is None else np.asarray(self.vectors.values, np.float32)
-            self.model.bind(self.trie, values, bias=None if self.vectors is None else self.vectors.bias)
+            if self.vectors is None:
+                self.model.bind(self.trie)
+            else:
+                values = np.asarray(self.vectors.values, np.float32)
+                self.model.bind(self.trie, values, bias=self.vectors.bias, moves=self.vectors.moves)
         return self.model.to(self.device).eval()  # type: ignore[arg-type, no-any-return]
 
     def search(
@@ -257,8 +260,10 @@ class Engine:
     def encode(self, texts: Sequence[str]) -> EncodedQueries:
         """Everything about some queries that does not depend on the beam, by the model's own modules."""
         model = self.reference
-        queries, vectors, asked, lexical = self._read(texts)
-        late = None
+        queries, vectors, asked = self._read(texts)
+        lexical, late = None, None
+        if self.lexical is not None:
+            lexical = torch.as_tensor(self.lexical.normalised(texts), device=self.device)
         if self.late is not None:
             first = model.document_scores(asked, lexical, choosing=True)
             chosen, above = self.late.above(first, queries)
@@ -266,18 +271,20 @@ class Engine:
         mask = queries.mask.long()
         return EncodedQueries(queries.states, mask, vectors, model.anchors(asked, lexical, late=late), late)
 
-    def _read(self, texts: Sequence[str]) -> tuple[Asked, Tensor, Tensor, Tensor | None]:
-        """States of some queries, their vectors, those that the anchor reads, and lexical scores where there are any."""
+    @torch.inference_mode()
+    def query_vectors(self, texts: Sequence[str]) -> Tensor:
+        """The vectors (texts, width) that are compared with those of documents, by the model's own modules."""
+        return self._read(texts)[2].float()
+
+    def _read(self, texts: Sequence[str]) -> tuple[Asked, Tensor, Tensor]:
+        """States of some queries, their vectors, and those that the anchor reads."""
         tokens = self.tokenise(list(texts))
         # Padded here: a tokenizer that pads remembers it, and would pad the queries of other threads, too.
         ids, lengths = padded(tokens, pad=int(self.tokenizer.pad_token_id or 0))
         mask = (torch.arange(ids.shape[1]) < lengths.unsqueeze(1)).to(self.device)
         states, vectors = self.reference.encode(ids.to(self.device), mask.long())
-        lexical = None
-        if self.lexical is not None:
-            lexical = torch.as_tensor(self.lexical.normalised(texts), device=self.device)
         stored = self.stored_vectors(texts, len(texts))
-        return Asked(states, ids.to(self.device), mask), vectors, vectors if stored is None else stored, lexical
+        return Asked(states, ids.to(self.device), mask), vectors, vectors if stored is None else stored
 
     @torch.inference_mode()
     def explain(self, text: str, documents: Sequence[int]) -> list[dict[str, Any]]:
