@@ -45,8 +45,8 @@ class Assembly:
         query_encoder: The encoder of the queries before training; often the same.
         lexical: Lexical scores in leaf order, where the content score has them.
         bias: (documents,) in leaf order, added to the content scores, where calibration found one.
-        moves: (documents, width) in leaf order, added to the vectors that queries are compared with, likewise.
         pieces: Word pieces in leaf order, where the content score has late interaction.
+        moves: (documents, width) in leaf order, added to the vectors that queries are compared with, where calibration did so.
     """
 
     config: Config

@@ -199,7 +199,7 @@ class Index:
     def system(self, name: str) -> Index:
         """The same index as another system: "untrained" as before training, "zeroed" without its generative part.
 
-        Calibrated weights stay: both are asked at the same operating point.
+        What calibration found stays, moves towards training queries included: both are asked at the same operating point.
         """
         if name == "trained":
             return self

@@ -140,15 +140,16 @@ def _build(
     if made.pairs:
         report["pairs"] = made.pairs
     _keep_curve(made.folder, out / "reports")
+    if config.model.query_vector == "auto" and data.dev:  # before what is found by these vectors
+        report["query_vector"] = assembly.better_query_vector(model, data.dev)
     if calibration is not None:
         searching, known = assembly.engine(model), _known(made, data)
-        moves = query_means(searching, known)
+        moves = query_means(searching, known if calibration.moves or calibration.drawn_by[-1] else ())
         hubs = find_hubs(searching, known, calibration.drawn_by, moves)
-        assembly = _calibrated(assembly, data, calibration, hubs, moves)
+        counts = assembly.counts([row for _, row in data.real])
+        assembly = _calibrated(assembly, calibration, counts, hubs, moves)
         calibration.apply(model)
         report["calibration"] = asdict(calibration)
-    if config.model.query_vector == "auto" and data.dev:
-        report["query_vector"] = assembly.better_query_vector(model, data.dev)
     if data.dev:
         report["dev"] = assembly.search_dev(model, data.dev)
     generation = _publish(out, documents, made.tree, assembly, model, report)
@@ -213,19 +214,18 @@ def _fitted(made: Made, data: TrainingData, texts: list[str], leaves: NDArray[np
     calibration, hubs = fit(engine, texts, leaves, counts, known=known, moves=moves, fewer=fewer)
     before = found_first(engine, some, wanted, search)
     calibration.apply(made.model)
-    engine = _calibrated(made.assembly, data, calibration, hubs, moves).engine(made.model)
+    engine = _calibrated(made.assembly, calibration, counts, hubs, moves).engine(made.model)
     return compared(calibration, before, found_first(engine, some, wanted, search), counts[wanted] == 0)
 
 
 def _calibrated(
     assembly: Assembly,
-    data: TrainingData,
     calibration: Calibration,
+    counts: NDArray[np.integer],
     hubs: NDArray[np.float32],
     moves: NDArray[np.float32],
 ) -> Assembly:
     """The parts around a model with what calibration gives to single documents."""
-    counts = assembly.counts([row for _, row in data.real])
     moved = calibration.moves * moves if calibration.moves else None
     return replace(assembly, bias=calibration.bias(counts, hubs), moves=moved)
 

@@ -31,8 +31,9 @@ def query_means(engine: Engine, pairs: Iterable[tuple[str, int]]) -> NDArray[np.
     texts = sorted({text for text, _ in known}, key=len)  # those of one length together, since they are padded
     place = {text: row for row, text in enumerate(texts)}
     vectors = [engine.query_vectors(texts[start : start + _AT_ONCE]) for start in range(0, len(texts), _AT_ONCE)]
-    assert engine.model.tables.vectors is not None
-    sums = torch.zeros_like(engine.model.tables.vectors)
+    stored = engine.reference.tables.vectors
+    assert stored is not None
+    sums = torch.zeros_like(stored)
     if not known:
         return sums.cpu().numpy()
     leaves = torch.tensor([leaf for _, leaf in known], device=sums.device)

@@ -84,6 +84,6 @@ def _are_codes_of(index: Index, vectors: NDArray[np.float16]) -> bool:
         part = slice(start, start + _AT_ONCE)
         scales = np.asarray(coded.scales[part])[:, None]
         wanted = replace(coded, values=vectors).moved(part).astype(np.float32)
-        if (np.abs(coded.codes[part] * scales - wanted) > scales + 1e-3).any():
+        if not (np.abs(coded.codes[part] * scales - wanted) <= scales + 1e-3).all():  # nor where a number is none
             return False
     return True

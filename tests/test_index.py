@@ -571,6 +571,12 @@ def nan_vector(folder: Path) -> None:
     np.save(folder / "vectors.npy", vectors)
 
 
+def nan_move(folder: Path) -> None:
+    moves = np.zeros_like(np.load(folder / "vectors.npy"))
+    moves[5, 2] = np.nan
+    np.save(folder / "moves.npy", moves)
+
+
 def fewer_vectors(folder: Path) -> None:
     np.save(folder / "vectors.npy", np.load(folder / "vectors.npy")[:-1])
 
@@ -644,6 +650,7 @@ def broken_document(folder: Path) -> None:
         (no_offsets, ""),
         (nan_weight, "decoder.norm.weight"),
         (nan_vector, "vectors.npy"),
+        (nan_move, "moves.npy"),
         (fewer_vectors, ""),
         (fewer_codes, "codes.npy"),
         (other_codes, "codes.npy"),

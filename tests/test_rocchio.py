@@ -85,6 +85,18 @@ def test_calibration_finds_how_far(engine: Engine) -> None:
     assert found["the same"] > 2 * found["others"]
 
 
+def test_no_document_moves_away_from_its_queries(engine: Engine) -> None:
+    """Where that would fit best the other numbers are those of documents that stay."""
+    documents, rng = engine.trie.documents, np.random.default_rng(0)
+    targets, counts = rng.integers(0, documents, len(TEXTS)), np.ones(documents, int)
+    means = rng.normal(size=(documents, engine.reference.tables.vectors.shape[1]))  # type: ignore[union-attr]
+    asked = engine.query_vectors(TEXTS).cpu().numpy()
+    means[targets] = -asked  # the documents that are asked for lie the other way
+    stay, _ = fit(engine, TEXTS * 20, np.tile(targets, 20), counts)
+    found, _ = fit(engine, TEXTS * 20, np.tile(targets, 20), counts, moves=means.astype(np.float32))
+    assert found == stay
+
+
 def test_queries_of_unseen_documents_alone_do_not_say_how_far_seen_ones_should_move(engine: Engine) -> None:
     counts = np.where(np.arange(engine.trie.documents) < 5, 0, 2)
     known = [(text, 9) for text in TEXTS]

@@ -131,9 +131,9 @@ class Content:
             coded = vectors.quantised()
             self.codes, self.scales = mapped(coded.codes), mapped(coded.scales).unsqueeze(1)
         else:
-            # float16 has three bits more than bfloat16, and numbers below 1 need no wider range
+            # float16 has three bits more than bfloat16, and numbers near 1 need no wider range
             dtype = torch.float32 if precision == "fp32" else torch.float16
-            self.rows = mapped(vectors.moved()).to(device, dtype)
+            self.rows = _on_device(vectors, device, dtype)
         self.bias = None if vectors.bias is None else torch.as_tensor(vectors.bias, device=device).unsqueeze(1)
         self.sums = LevelSums(trie, device) if self.exact else None
 
@@ -173,6 +173,17 @@ class Content:
         scale = vectors.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
         codes = (vectors / scale).round_().to(torch.int8)
         return torch._int_mm(self.codes, codes.T.contiguous()).float().mul_(self.scales).mul_(scale.T)
+
+
+def _on_device(vectors: DocumentVectors, device: str, dtype: torch.dtype) -> Tensor:
+    """(documents, width) what queries are compared with; of vectors that have moved never more than a part as float32."""
+    if vectors.moves is None:
+        return mapped(vectors.values).to(device, dtype)
+    rows = torch.empty(vectors.values.shape, device=device, dtype=dtype)
+    for start in range(0, len(rows), _DOCUMENTS_AT_ONCE):
+        part = slice(start, start + _DOCUMENTS_AT_ONCE)
+        rows[part] = torch.as_tensor(vectors.moved(part)).to(device, dtype)
+    return rows
 
 
 class LevelSums:

@@ -265,16 +265,21 @@ class Engine:
         if self.lexical is not None:
             lexical = torch.as_tensor(self.lexical.normalised(texts), device=self.device)
         if self.late is not None:
-            first = model.document_scores(asked, lexical, choosing=True)
-            chosen, above = self.late.above(first, queries)
-            late = torch.zeros_like(first).scatter_(1, chosen, above)
+            late = self.late.among(model.document_scores(asked, lexical, choosing=True), queries)
         mask = queries.mask.long()
         return EncodedQueries(queries.states, mask, vectors, model.anchors(asked, lexical, late=late), late)
 
     @torch.inference_mode()
     def query_vectors(self, texts: Sequence[str]) -> Tensor:
         """The vectors (texts, width) that are compared with those of documents, by the model's own modules."""
-        return self._read(texts)[2].float()
+        stored = self.stored_vectors(texts, len(texts))
+        return (self._read(texts)[1] if stored is None else stored).float()
+
+    @torch.inference_mode()
+    def late_scores(self, texts: Sequence[str], scores: Tensor) -> Tensor:
+        """Late interaction (texts, documents) whose candidates are the best by `scores`, by the model's own modules."""
+        assert self.late is not None
+        return self.late.among(scores, self._read(texts)[0])
 
     def _read(self, texts: Sequence[str]) -> tuple[Asked, Tensor, Tensor]:
         """States of some queries, their vectors, and those that the anchor reads."""
