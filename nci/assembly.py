@@ -92,7 +92,8 @@ class Assembly:
     @property
     def document_vectors(self) -> DocumentVectors:
         """All that the dense part of the content score reads of documents."""
-        return DocumentVectors(self.vectors, bias=self.bias, moves=self.moves)
+        moves = None if self.moves is None else DocumentVectors(self.moves)
+        return DocumentVectors(self.vectors, bias=self.bias, moves=moves)
 
     def engine(self, model: NCIModel) -> Engine:
         """Search with the weights as they are now."""

@@ -277,19 +277,7 @@ def fit(
     drawn_by = (first.kappa, first.lexical, first.late, first.moves)
     hubs = find_hubs(engine, known, drawn_by, moves)
     evidence = replace(evidence, hubs=torch.as_tensor(hubs, device=start.device))
-    if evidence.late is not None and first.moves:
-        evidence = replace(evidence, late=_late_among_moved(engine, [texts[i] for i in chosen], evidence, first.moves))
     return replace(_likeliest(evidence, start, tree_sum, fewer), drawn_by=drawn_by), hubs
-
-
-def _late_among_moved(engine: Engine, texts: Sequence[str], evidence: Evidence, moves: float) -> Tensor:
-    """Late interaction, its candidates chosen as an index will choose them whose documents have moved so far."""
-    assert engine.model.anchor_weights is not None
-    weights = engine.model.anchor_weights.detach().float().exp()
-    content = Content(evidence.dense, evidence.lexical, None, evidence.moves)
-    scores = content.scores(weights[0], weights[1], 0.0, moves)
-    parts = [slice(start, start + _QUERIES) for start in range(0, len(texts), _QUERIES)]
-    return torch.cat([engine.late_scores(texts[part], scores[part]) for part in parts])
 
 
 def _likeliest(evidence: Evidence, start: Tensor, tree_sum: TreeSum, fewer: float) -> Calibration:

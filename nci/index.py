@@ -222,7 +222,8 @@ class Index:
         order = np.arange(len(self), dtype=np.int64)
         lexical = self.engine.lexical
         scored = self.engine.vectors
-        bias, moves = (None, None) if scored is None else (scored.bias, scored.moves)
+        bias = None if scored is None else scored.bias
+        moves = None if scored is None or scored.moves is None else scored.moves.values
         parts = (encoder, encoder, lexical, bias, self.engine.pieces, moves)
         assembly = Assembly(self.config, self.trie, model.config.values, order, vectors, *parts)
         fresh = assembly.model(device=self.engine.device)

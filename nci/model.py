@@ -132,7 +132,10 @@ class NCIModel(PreTrainedModel):  # type: ignore[misc]
         assert self.anchor_weights is not None and self.tables.vectors is not None
         weights = self.config.chosen_by if choosing else None
         kappa, weight = weights or self.anchor_weights.float().exp()
-        scores = kappa * (query_vectors.float() @ self.tables.vectors.T)
+        similar = query_vectors.float() @ self.tables.vectors.T
+        if self.tables.moves is not None and not choosing:
+            similar = similar + query_vectors.float() @ self.tables.moves.T
+        scores = kappa * similar
         if lexical is not None:
             scores = scores + weight * lexical.float()
         if late is not None:

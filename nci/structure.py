@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -11,6 +9,7 @@ from numpy.typing import NDArray
 from nci.errors import IndexCorruptError
 from nci.index import Index
 from nci.search import EdgeTable, fold
+from nci.search.content import DocumentVectors
 
 _AT_ONCE = 65536  # documents
 
@@ -33,8 +32,11 @@ def check_structure(index: Index) -> list[str]:
     vectors = np.load(index.generation / "vectors.npy", mmap_mode="r", allow_pickle=False)
     if vectors.shape != (documents, index.engine.model.config.d_content) or not np.isfinite(vectors).all():
         problems.append(f"vectors.npy: expected {documents} finite vectors, found shape {vectors.shape}")
-    elif not _are_codes_of(index, vectors):
-        problems.append("codes.npy: are not the codes of vectors.npy, moved by moves.npy where there is one")
+    elif (scored := index.engine.vectors) is not None:
+        if not _are_codes_of(scored, vectors):
+            problems.append("codes.npy: are not the codes of vectors.npy")
+        if scored.moves is not None and not _are_codes_of(scored.moves, scored.moves.values):
+            problems.append("moves/codes.npy: are not the codes of moves/vectors.npy")
     centroids = np.load(index.generation / "centroids.npy", mmap_mode="r", allow_pickle=False)
     inner = int((np.diff(index.trie.child_start) > 0).sum()) - 1
     if len(centroids) != inner or not np.isfinite(centroids).all():
@@ -75,15 +77,14 @@ def _is_same_table(a: EdgeTable, b: EdgeTable) -> bool:
     )
 
 
-def _are_codes_of(index: Index, vectors: NDArray[np.float16]) -> bool:
+def _are_codes_of(coded: DocumentVectors, vectors: NDArray[np.floating]) -> bool:
     """Whether the int8 vectors are the others within their rounding; true where no search reads either."""
-    coded = index.engine.vectors
-    if coded is None or coded.codes is None or coded.scales is None:
+    if coded.codes is None or coded.scales is None:
         return True
     for start in range(0, len(vectors), _AT_ONCE):
         part = slice(start, start + _AT_ONCE)
         scales = np.asarray(coded.scales[part])[:, None]
-        wanted = replace(coded, values=vectors).moved(part).astype(np.float32)
-        if not (np.abs(coded.codes[part] * scales - wanted) <= scales + 1e-3).all():  # nor where a number is none
+        near = np.abs(coded.codes[part] * scales - vectors[part].astype(np.float32)) <= scales + 1e-3
+        if not near.all():  # nor where a number is none
             return False
     return True

@@ -51,11 +51,12 @@ class TreeTables(nn.Module):
         self.put("token", token)
         self.put("child_start", trie.child_start)
         self.put("path_nodes", trie.path_nodes)
-        self.vectors: Tensor | None  # what queries are compared with; means are of documents that have not moved
+        self.vectors: Tensor | None
+        self.moves: Tensor | None  # (documents, width) added to the vectors once candidates are chosen
         self.means: Tensor | None
         self.content: Tensor | None
-        moved = vectors if vectors is None or moves is None else vectors + np.asarray(moves, np.float32)
-        self.put("vectors", moved if config.anchor == "exact" else None, torch.float32)
+        self.put("vectors", vectors if config.anchor == "exact" else None, torch.float32)
+        self.put("moves", moves if config.anchor == "exact" else None, torch.float32)
         means = (
             node_means(trie, vectors) if vectors is not None and (config.content or config.anchor == "mean") else None
         )

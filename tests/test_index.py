@@ -30,6 +30,7 @@ from nci.encoders import TextEncoder
 from nci.errors import ConfigError, DataError, IndexCorruptError, IndexNotFoundError, IndexVersionError, NciError
 from nci.index import Hits, Index, load, search_many, snippet
 from nci.records import Document, Hit
+from nci.search.content import DocumentVectors
 
 QUERY = "apple pear item0"
 
@@ -573,8 +574,10 @@ def nan_vector(folder: Path) -> None:
 
 def nan_move(folder: Path) -> None:
     moves = np.zeros_like(np.load(folder / "vectors.npy"))
+    (folder / "moves").mkdir()
+    DocumentVectors(moves).save(folder / "moves")
     moves[5, 2] = np.nan
-    np.save(folder / "moves.npy", moves)
+    np.save(folder / "moves" / "vectors.npy", moves)
 
 
 def fewer_vectors(folder: Path) -> None:
@@ -650,7 +653,7 @@ def broken_document(folder: Path) -> None:
         (no_offsets, ""),
         (nan_weight, "decoder.norm.weight"),
         (nan_vector, "vectors.npy"),
-        (nan_move, "moves.npy"),
+        (nan_move, "moves"),
         (fewer_vectors, ""),
         (fewer_codes, "codes.npy"),
         (other_codes, "codes.npy"),

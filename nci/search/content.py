@@ -31,19 +31,13 @@ _DOCUMENTS_AT_ONCE = 65536
 
 @dataclass(frozen=True)
 class DocumentVectors:
-    """Vectors of length 1 in leaf order, what they have moved by since, the result as int8, and a constant for each document."""
+    """One vector a document in leaf order, the same as int8, and what else the content score knows of each document."""
 
     values: NDArray[np.floating]  # (documents, width)
     codes: NDArray[np.int8] | None = None  # (documents, width)
-    scales: NDArray[np.float32] | None = None  # (documents,) moved = codes * scales, nearly
+    scales: NDArray[np.float32] | None = None  # (documents,) values = codes * scales, nearly
     bias: NDArray[np.float32] | None = None  # (documents,) added to the content scores
-    moves: NDArray[np.floating] | None = None  # (documents, width), of `nci.rocchio`
-
-    def moved(self, part: slice = slice(None)) -> NDArray[np.floating]:
-        """(documents, width) what queries are compared with."""
-        if self.moves is None:
-            return self.values[part]
-        return np.asarray(self.values[part], np.float32) + np.asarray(self.moves[part], np.float32)
+    moves: DocumentVectors | None = None  # added to the vectors once candidates are chosen, see `nci.rocchio`
 
     def quantised(self) -> DocumentVectors:
         """With codes, computed now where there are none."""
@@ -52,23 +46,24 @@ class DocumentVectors:
         codes = np.empty(self.values.shape, np.int8)
         scales = np.empty(len(self.values), np.float32)
         for start in range(0, len(codes), _DOCUMENTS_AT_ONCE):
-            part = np.asarray(self.moved(slice(start, start + _DOCUMENTS_AT_ONCE)), dtype=np.float32)
+            part = np.asarray(self.values[start : start + _DOCUMENTS_AT_ONCE], dtype=np.float32)
             scale = np.maximum(np.abs(part).max(1, initial=0.0), 1e-12) / 127
             codes[start : start + len(part)] = np.rint(part / scale[:, None])
             scales[start : start + len(part)] = scale
         return replace(self, codes=codes, scales=scales)
 
     def save(self, folder: Path) -> None:
-        """`vectors.npy` as float16, `codes.npy` as int8 with their scales, `moves.npy` and `bias.npy` where there are any."""
+        """`vectors.npy` as float16, `codes.npy` as int8 with their scales; `bias.npy` and the folder `moves` if there are any."""
         coded = self.quantised()
         np.save(folder / "vectors.npy", np.asarray(self.values, dtype=np.float16), allow_pickle=False)
-        if self.moves is not None:
-            np.save(folder / "moves.npy", np.asarray(self.moves, dtype=np.float16), allow_pickle=False)
         for name, array in (("codes", coded.codes), ("scales", coded.scales)):
             assert array is not None
             np.save(folder / f"{name}.npy", array, allow_pickle=False)
         if self.bias is not None:
             np.save(folder / "bias.npy", self.bias, allow_pickle=False)
+        if self.moves is not None:
+            (folder / "moves").mkdir(exist_ok=True)
+            self.moves.save(folder / "moves")
 
     @classmethod
     def load(cls, folder: Path) -> DocumentVectors:
@@ -83,15 +78,14 @@ class DocumentVectors:
         )
         if codes.shape != values.shape or scales.shape != values.shape[:1]:
             raise DataError(f"codes.npy {codes.shape} and vectors.npy {values.shape} do not fit; build the index again")
-        found: dict[str, Any] = {}
-        for name, shape in (("bias", scales.shape), ("moves", values.shape)):
-            if not (folder / f"{name}.npy").exists():
-                continue
-            found[name] = np.load(folder / f"{name}.npy", mmap_mode="r" if len(shape) > 1 else None, allow_pickle=False)
-            if found[name].shape != shape:
-                shapes = f"{name}.npy {found[name].shape} and vectors.npy {values.shape}"
-                raise DataError(f"{shapes} do not fit; build the index again")
-        return cls(values, codes, scales, **found)
+        bias = np.load(folder / "bias.npy", allow_pickle=False) if (folder / "bias.npy").exists() else None
+        if bias is not None and bias.shape != scales.shape:
+            raise DataError(f"bias.npy {bias.shape} and vectors.npy {values.shape} do not fit; build the index again")
+        moves = cls.load(folder / "moves") if (folder / "moves").exists() else None
+        if moves is not None and moves.values.shape != values.shape:
+            shapes = f"moves {moves.values.shape} and vectors.npy {values.shape}"
+            raise DataError(f"{shapes} do not fit; build the index again")
+        return cls(values, codes, scales, bias, moves)
 
 
 class Content:
@@ -122,18 +116,14 @@ class Content:
         self.device = device
         self.lexical = lexical if self.exact else None
         self.postings = Postings(self.lexical, device) if self.lexical is not None and device != "cpu" else None
-        self.codes: Tensor | None = None
-        if not self.exact:
-            rows = node_means(trie, np.asarray(vectors.values, dtype=np.float32))
-            self.log_sizes = torch.as_tensor(np.log(node_sizes(trie)), device=device).unsqueeze(1)
-            self.rows = torch.as_tensor(rows, device=device)
-        elif precision == "int8" and vectors.values.shape[1] >= 16:  # the product of narrower ones is not reliable
-            coded = vectors.quantised()
-            self.codes, self.scales = mapped(coded.codes), mapped(coded.scales).unsqueeze(1)
+        if self.exact:
+            self.products = Products(vectors, precision, device)
         else:
-            # float16 has three bits more than bfloat16, and numbers near 1 need no wider range
-            dtype = torch.float32 if precision == "fp32" else torch.float16
-            self.rows = _on_device(vectors, device, dtype)
+            self.log_sizes = torch.as_tensor(np.log(node_sizes(trie)), device=device).unsqueeze(1)
+            means = DocumentVectors(node_means(trie, np.asarray(vectors.values, dtype=np.float32)))
+            self.products = Products(means, "fp32", device)
+        moves = vectors.moves if self.exact else None
+        self.moves = None if moves is None else Products(moves, precision, device)
         self.bias = None if vectors.bias is None else torch.as_tensor(vectors.bias, device=device).unsqueeze(1)
         self.sums = LevelSums(trie, device) if self.exact else None
 
@@ -147,7 +137,7 @@ class Content:
     @torch.inference_mode()
     def anchors(self, query_vectors: Tensor, words: Tensor | None = None, asked: Asked | None = None) -> Tensor:
         """(queries, nodes of the tree), in the memory order of its transpose; late interaction reads `asked`."""
-        products = self._products(query_vectors)  # (documents, queries), or (nodes, queries)
+        products = self.products(query_vectors)  # (documents, queries), or (nodes, queries)
         if self.sums is None:
             return (self.log_sizes + self.kappa * products).T
         late = None
@@ -156,6 +146,8 @@ class Content:
             if words is not None:
                 first.add_(words.T, alpha=self.choosing[1])
             late = self.late.above(first.T, asked)
+        if self.moves is not None:
+            products.add_(self.moves(query_vectors))
         scores = products.mul_(self.kappa)
         if words is not None:
             scores.add_(words.T, alpha=self.weight)
@@ -166,24 +158,27 @@ class Content:
             scores.scatter_add_(0, chosen.T, above.T * self.late_weight)
         return self.sums(scores).T
 
-    def _products(self, vectors: Tensor) -> Tensor:
-        """Similarity of every document, or node, to every query."""
+
+class Products:
+    """Similarity of every vector to every query."""
+
+    def __init__(self, vectors: DocumentVectors, precision: Precision, device: str) -> None:
+        self.codes: Tensor | None = None
+        if precision == "int8" and vectors.values.shape[1] >= 16:  # the product of narrower ones is not reliable
+            coded = vectors.quantised()
+            self.codes, self.scales = mapped(coded.codes), mapped(coded.scales).unsqueeze(1)
+        else:
+            # float16 has three bits more than bfloat16, and numbers below 1 need no wider range
+            dtype = torch.float32 if precision == "fp32" else torch.float16
+            self.rows = mapped(vectors.values).to(device, dtype)
+
+    def __call__(self, queries: Tensor) -> Tensor:
+        """(queries, width) -> (vectors, queries)"""
         if self.codes is None:
-            return (self.rows @ vectors.to(self.rows.dtype).T).float()
-        scale = vectors.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
-        codes = (vectors / scale).round_().to(torch.int8)
+            return (self.rows @ queries.to(self.rows.dtype).T).float()
+        scale = queries.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+        codes = (queries / scale).round_().to(torch.int8)
         return torch._int_mm(self.codes, codes.T.contiguous()).float().mul_(self.scales).mul_(scale.T)
-
-
-def _on_device(vectors: DocumentVectors, device: str, dtype: torch.dtype) -> Tensor:
-    """(documents, width) what queries are compared with; of vectors that have moved never more than a part as float32."""
-    if vectors.moves is None:
-        return mapped(vectors.values).to(device, dtype)
-    rows = torch.empty(vectors.values.shape, device=device, dtype=dtype)
-    for start in range(0, len(rows), _DOCUMENTS_AT_ONCE):
-        part = slice(start, start + _DOCUMENTS_AT_ONCE)
-        rows[part] = torch.as_tensor(vectors.moved(part)).to(device, dtype)
-    return rows
 
 
 class LevelSums:

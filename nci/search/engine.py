@@ -122,8 +122,9 @@ class Engine:
             if self.vectors is None:
                 self.model.bind(self.trie)
             else:
+                moves = None if self.vectors.moves is None else np.asarray(self.vectors.moves.values, np.float32)
                 values = np.asarray(self.vectors.values, np.float32)
-                self.model.bind(self.trie, values, bias=self.vectors.bias, moves=self.vectors.moves)
+                self.model.bind(self.trie, values, bias=self.vectors.bias, moves=moves)
         return self.model.to(self.device).eval()  # type: ignore[arg-type, no-any-return]
 
     def search(
@@ -265,7 +266,9 @@ class Engine:
         if self.lexical is not None:
             lexical = torch.as_tensor(self.lexical.normalised(texts), device=self.device)
         if self.late is not None:
-            late = self.late.among(model.document_scores(asked, lexical, choosing=True), queries)
+            first = model.document_scores(asked, lexical, choosing=True)
+            chosen, above = self.late.above(first, queries)
+            late = torch.zeros_like(first).scatter_(1, chosen, above)
         mask = queries.mask.long()
         return EncodedQueries(queries.states, mask, vectors, model.anchors(asked, lexical, late=late), late)
 
@@ -274,12 +277,6 @@ class Engine:
         """The vectors (texts, width) that are compared with those of documents, by the model's own modules."""
         stored = self.stored_vectors(texts, len(texts))
         return (self._read(texts)[1] if stored is None else stored).float()
-
-    @torch.inference_mode()
-    def late_scores(self, texts: Sequence[str], scores: Tensor) -> Tensor:
-        """Late interaction (texts, documents) whose candidates are the best by `scores`, by the model's own modules."""
-        assert self.late is not None
-        return self.late.among(scores, self._read(texts)[0])
 
     def _read(self, texts: Sequence[str]) -> tuple[Asked, Tensor, Tensor]:
         """States of some queries, their vectors, and those that the anchor reads."""

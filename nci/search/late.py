@@ -71,11 +71,6 @@ class LateScores:
         similar = self.compare(asked, chosen)
         return chosen, similar - similar.amin(1, keepdim=True)
 
-    def among(self, scores: Tensor, asked: Asked) -> Tensor:
-        """(queries, documents) the same of all documents: 0 for those that are no candidates."""
-        chosen, above = self.above(scores, asked)
-        return torch.zeros_like(scores).scatter_(1, chosen, above)
-
     def compare(self, asked: Asked, chosen: Tensor) -> Tensor:
         """late(q, d) of some documents (queries, documents) of each query."""
         counts = shares(asked.ids, asked.mask, self.special)
