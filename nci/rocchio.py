@@ -3,8 +3,8 @@
     r(d) = n / (n + 1) * m / |m|,  m the mean vector of the n training queries that ask for d; 0 where there is none
 
 It is Rocchio's rule from the document's side. A vector is made of a text, and says little about which questions people bring
-to it; those they have brought say more, the more of them there are. How far documents move is for calibration to find, and
-search costs what it did. Knows no weights and no files.
+to it; those they have brought say more, the more of them there are. How far documents move is for calibration to find.
+Knows no weights and no files.
 """
 
 from __future__ import annotations
