@@ -1,8 +1,9 @@
 """Content scores at search time: query vectors and texts in, A_c(q) of every node out. No training, no gradients.
 
 The same numbers as `nci.anchors` gives, made for speed: one product with all document vectors (int8 on a CPU that has the
-instructions, float16 on a GPU, memory-mapped in an index), BM25 where the score has it, then the log-sum-exp up the tree,
-level by level, over neighbours. Costs grow with the documents, unlike those of the beam; `nci bench` measures it apart.
+instructions, float16 on a GPU, memory-mapped in an index) and one with their moves where there are any, BM25 where the score
+has it, then the log-sum-exp up the tree, level by level, over neighbours. Costs grow with the documents, unlike
+those of the beam; `nci bench` measures it apart.
 """
 
 from __future__ import annotations
