@@ -31,6 +31,7 @@ _AT_ONCE = 2**24  # numbers of the edges that are computed together
 _QUERIES = 256  # read together at most
 _MOST, _ENOUGH = 4000, 1000  # queries: more make no difference; so many are not worth waiting for more
 _KEPT_BACK = 2  # times as many documents give one query as give all of theirs
+_WORTH = 2.0  # nats by which documents that move must make the queries likelier: chance alone gains a half
 _QUICK, _HELD = 2**25, 2**27  # numbers per query and node: a minute on a CPU; as many as memory has, times a handful
 
 
@@ -281,9 +282,24 @@ def fit(
 
 
 def _likeliest(evidence: Evidence, start: Tensor, tree_sum: TreeSum, fewer: float) -> Calibration:
-    """The best weights for some evidence; `start` is where the search for them begins, and what it is drawn back to."""
+    """The best weights for some evidence. Documents move only where the queries say clearly enough that they should."""
+    found, value = _fit(evidence, start, tree_sum, fewer)
+    if evidence.moves is None:
+        return found
+    stay, without = _fit(replace(evidence, moves=None), start, tree_sum, fewer)
+    return found if found.moves > 0 and without - value > _WORTH else stay
+
+
+def _fit(evidence: Evidence, start: Tensor, tree_sum: TreeSum, fewer: float) -> tuple[Calibration, float]:
+    """The best weights, and how unlikely all queries are by them, in nats, as if all of them counted the same.
+
+    `start` is where the search for the weights begins, and what it is drawn back to.
+    """
     new = evidence.unseen[evidence.targets] > 0  # (queries,)
     share = torch.where(new, 0.5 / new.sum().clamp(min=1), 0.5 / (~new).sum().clamp(min=1))
+    queries = (
+        share.sum() / share.square().sum()
+    )  # fewer than there are where those of one kind are few and count for many
     free = torch.ones_like(start)
     if bool(new.all() | (~new).all()):  # queries of one kind do not say how far it should be ahead of the other
         free[[2, 4, 7] if bool(new[0]) else 2] = 0
@@ -294,19 +310,17 @@ def _likeliest(evidence: Evidence, start: Tensor, tree_sum: TreeSum, fewer: floa
         optimiser.zero_grad()
         own = evidence.log_probs(start + free * change, tree_sum, fewer)
         # As much as one query would say if all counted the same: it matters where there are few, of one kind at least.
-        prior = change.square().sum() * share.square().sum() / share.sum() / 2
-        value = prior - (own * share).sum()
+        value = change.square().sum() / 2 / queries - (own * share).sum()
         value.backward()  # type: ignore[no-untyped-call]
         return value
 
     optimiser.step(loss)  # type: ignore[arg-type, no-untyped-call]
+    value = float(loss().detach() * queries)
     fitted = (start + free * change).detach()
     kappa, lexical, late = (float(fitted[place].exp()) for place in (0, 1, 5))
     unseen, residual, popular, hubs, moves = (float(fitted[place]) for place in (2, 3, 4, 6, 7))
-    if moves < 0:  # no document moves away from its queries; all else is fitted again beside that
-        return _likeliest(replace(evidence, moves=None), start, tree_sum, fewer)
     late = late if evidence.late is not None else 0.0
-    return Calibration(kappa, lexical, unseen, max(0.0, residual), popular, late, hubs, moves)
+    return Calibration(kappa, lexical, unseen, max(0.0, residual), popular, late, hubs, moves), value
 
 
 def found_first(
