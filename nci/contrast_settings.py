@@ -25,6 +25,7 @@ class ContrastSettings:
         late: Weight of a second loss, that of late interaction between the word pieces of both; 0 leaves it out.
         late_temperature: Divides its similarities in the softmax.
         query_length: Word pieces per query.
+        layers: Only the last so many layers are trained, without dropout, on what those below say; 0 trains all of them.
         seed: Same seed, same weights on a CPU.
         precision: auto trains in bf16 where the device has it; weights and vectors are float32 in any case.
     """
@@ -41,6 +42,7 @@ class ContrastSettings:
     late: float = 0.0
     late_temperature: float = 0.02
     query_length: int = 64
+    layers: int = 0
     seed: int = 0
     precision: Literal["auto", "fp32", "bf16"] = "auto"
 
@@ -48,7 +50,7 @@ class ContrastSettings:
         if self.precision not in ("auto", "fp32", "bf16"):
             raise ConfigError(f"precision is one of auto, fp32, bf16; not {self.precision!r}")
         counts = ("refresh_epochs", "negatives", "depth", "batch_size", "query_length")
-        check_least(self, {"epochs": 0, "refreshes": 0, "seed": 0} | dict.fromkeys(counts, 1))
+        check_least(self, {"epochs": 0, "refreshes": 0, "layers": 0, "seed": 0} | dict.fromkeys(counts, 1))
         if self.depth < self.negatives:
             raise ConfigError(f"depth is at least the number of negatives ({self.negatives}), not {self.depth}")
         for name, inside in {

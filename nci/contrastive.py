@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from transformers import get_linear_schedule_with_warmup
 from nci.contrast_settings import ContrastSettings
 from nci.contrastive_data import Batch, Pairs, Passages, Rows, Tokens, draw, split_epoch
 from nci.encoders import TextEncoder, pool_tokens, token_states
+from nci.last_layers import Kept, train_only_last
 from nci.pieces import shares, special_pieces
 from nci.progress import hide_bars
 from nci.runtime import quiet, uses_bf16
@@ -60,11 +62,20 @@ class Seen(NamedTuple):
     mask: Tensor  # (texts, tokens)
 
 
-def read(encoder: TextEncoder, tokens: Tokens, texts: Rows, *, at_once: int, keep: float = float("inf")) -> list[Seen]:
+def read(
+    encoder: TextEncoder,
+    tokens: Tokens,
+    texts: Rows,
+    *,
+    at_once: int,
+    keep: float = float("inf"),
+    below: Kept | None = None,
+) -> list[Seen]:
     """Some of the texts, in their order, `at_once` per forward pass; keeps gradients.
 
     Args:
         keep: Tokens whose way through the layers is kept for the gradients. What is beyond them goes the same way again.
+        below: What the layers that are not trained say of all texts; without it all layers read them.
     """
     device, pad = encoder.model.device, encoder.tokenizer.pad_token_id or 0
     out = []
@@ -72,10 +83,9 @@ def read(encoder: TextEncoder, tokens: Tokens, texts: Rows, *, at_once: int, kee
         ids, mask = (_on(device, each) for each in tokens.padded(part, pad))
         fits = ids.numel() <= keep
         keep -= ids.numel() * fits
-        if not fits and torch.is_grad_enabled():
-            states = checkpoint(token_states, encoder.model, ids, mask, use_reentrant=False)
-        else:
-            states = token_states(encoder.model, ids, mask)  # (texts, tokens, width)
+        way = partial(token_states, encoder.model, ids, mask) if below is None else partial(below.states, part, mask)
+        again = not fits and torch.is_grad_enabled()
+        states = checkpoint(way, use_reentrant=False) if again else way()  # (texts, tokens, width)
         pooled = pool_tokens(states, mask.long(), encoder.settings.pooling).float()
         out.append(Seen(torch.nn.functional.normalize(pooled, dim=-1), states, ids, mask))
     return out
@@ -85,11 +95,15 @@ def kept_tokens(encoder: TextEncoder, *, bf16: bool) -> float:
     """Tokens whose way through all layers fits into about a sixth of the device's memory."""
     # bytes for each number of a state and layer, as measured: a CPU writes all attention down
     config, device = encoder.model.config, encoder.model.device
+    each = (40 if bf16 else 80) if device.type == "cuda" else 160
+    return float(_memory(device) * _KEPT / (each * config.num_hidden_layers * config.hidden_size))
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes that a device has in all."""
     if device.type == "cuda":
-        memory, each = torch.cuda.get_device_properties(device).total_memory, 40 if bf16 else 80
-    else:
-        memory, each = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 160
-    return float(memory * _KEPT / (each * config.num_hidden_layers * config.hidden_size))
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def late_scores(queries: Seen, passages: Sequence[Seen], special: Tensor) -> Tensor:
@@ -200,12 +214,13 @@ def train_round(
     schedule = get_linear_schedule_with_warmup(optimizer, round(settings.warmup * steps), steps)
     device = encoder.model.device
     special = torch.tensor(special_pieces(encoder.tokenizer), device=device)
+    asked, stored = _below(encoder, pairs, passages, settings)
     keep = kept_tokens(encoder, bf16=uses_bf16(settings.precision, str(device)))
     label = f"train encoder: round {number} of {settings.refreshes}"
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus), tqdm(desc=label, total=steps, unit="step", disable=hide_bars()) as bar:
         torch.manual_seed(int(random.integers(2**62)))  # dropout
-        encoder.model.train()
+        encoder.model.train(not settings.layers)
         for _ in range(epochs):
             for chosen in split_epoch(lengths, len(passages.starts) - 1, settings.batch_size, random):
                 negatives = draw(mined.candidates[chosen], settings.negatives, random)
@@ -215,8 +230,10 @@ def train_round(
                 batch = batch.by_length(passages.tokens.lengths)
                 targets, forbidden = _on(device, batch.targets), _on(device, batch.forbidden)
                 with autocast(encoder, settings):
-                    (queries,) = read(encoder, pairs.tokens, chosen, at_once=len(chosen))
-                    columns = read(encoder, passages.tokens, batch.passages, at_once=settings.batch_size, keep=keep)
+                    (queries,) = read(encoder, pairs.tokens, chosen, at_once=len(chosen), below=asked)
+                    columns = read(
+                        encoder, passages.tokens, batch.passages, at_once=settings.batch_size, keep=keep, below=stored
+                    )
                     late = late_scores(queries, columns, special) if settings.late else None
                 vectors = torch.cat([part.vectors for part in columns])
                 loss = contrastive_loss(queries.vectors, vectors, targets, forbidden, temperature=settings.temperature)
@@ -233,11 +250,26 @@ def train_round(
         encoder.model.eval()
 
 
+def _below(
+    encoder: TextEncoder, pairs: Pairs, passages: Passages, settings: ContrastSettings
+) -> tuple[Kept | None, Kept | None]:
+    """What the layers that are not trained say of queries and passages, as far as it can be kept."""
+    if not settings.layers:
+        return None, None
+    encoder.model.eval()
+    most = _memory(encoder.model.device) * _KEPT
+    with autocast(encoder, settings):
+        asked = Kept.read(encoder, pairs.tokens, settings.layers, most=most / 2)
+        return asked, Kept.read(encoder, passages.tokens, settings.layers, most=most / 2)
+
+
 def train_encoder(
     encoder: TextEncoder, pairs: Pairs, passages: Passages, folder: Path, settings: ContrastSettings
 ) -> None:
     """All rounds, in place, each left in `folder` until the next is complete; goes on after the last one found there."""
     folder.mkdir(parents=True, exist_ok=True)
+    if settings.layers:
+        train_only_last(encoder.model, settings.layers)
     done = sorted(int(path.parent.name) for path in folder.glob("*/COMPLETE"))
     if done:
         # the weights alone: a tokenizer that was stored and read is not written like the original

@@ -106,6 +106,8 @@ class TuneConfig(Section):
         lr: Highest learning rate of each round.
         temperature: Divides the cosines in the softmax.
         late: Weight of a second loss, that of late interaction between word pieces; 0 leaves it out.
+        layers: Only the last so many layers are trained, without dropout; 0 trains all of them, with it.
+        max_length: Word pieces of a document that are read in training; 0 means as many as are embedded afterwards.
         seed: Same seed, same weights (on a CPU).
     """
 
@@ -117,11 +119,14 @@ class TuneConfig(Section):
     lr: float = 7e-5
     temperature: float = 0.03
     late: float = 0.0
+    layers: int = 0
+    max_length: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = {"epochs": 0, "refreshes": 0, "negatives": 1, "batch_size": 2, "generated": 0, "late": 0}
+        least = {"negatives": 1, "batch_size": 2}
+        least |= dict.fromkeys(("epochs", "refreshes", "generated", "late", "layers", "max_length"), 0)
         check_least(self, least, "--tune.")
         check(0 < self.lr < 1 and self.temperature > 0, "--tune.lr and --tune.temperature are positive, lr below 1")
         check(
@@ -156,7 +161,7 @@ class LexicalConfig(Section):
         check(self.k1 >= 0 and 0 <= self.b <= 1, "--lexical.k1 is at least 0 and --lexical.b from 0 to 1")
 
 
-CALIBRATION_VERSION = 4
+CALIBRATION_VERSION = 5
 """Part of the key of all that is calibrated: raise it when equal queries begin to give other weights."""
 
 

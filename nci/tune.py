@@ -123,10 +123,12 @@ def _train(
         lr=config.lr,
         temperature=config.temperature,
         late=config.late,
+        layers=config.layers,
         seed=config.seed,
     )
     read, prompt = Pairs.read(pairs, documents, encoder, settings), encoder.prompt("document")
-    tokens = Tokens.of(encoder.tokenize([prompt + document.content for document in documents]))
+    contents = [prompt + document.content for document in documents]
+    tokens = Tokens.of(encoder.tokenize(contents, config.max_length or None))
     if _read(rounds / "KEY") != key:
         shutil.rmtree(rounds, ignore_errors=True)
         rounds.mkdir(parents=True)

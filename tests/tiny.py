@@ -80,15 +80,15 @@ def make_tokenizer(*, max_length: int = 64) -> Any:
     )
 
 
-def make_encoder(folder: Path, *, seed: int = 0, positions: int = 64, kind: str = "bert") -> Path:
-    """A Hugging Face folder with a random encoder of one layer; its vectors of texts with common words are similar."""
+def make_encoder(folder: Path, *, seed: int = 0, positions: int = 64, kind: str = "bert", layers: int = 1) -> Path:
+    """A Hugging Face folder with a random encoder; its vectors of texts with common words are similar."""
     torch.manual_seed(seed)
     vocabulary = len(words())
     if kind == "bert":
         config = models.BertConfig(
             vocab_size=vocabulary,
             hidden_size=WIDTH,
-            num_hidden_layers=1,
+            num_hidden_layers=layers,
             num_attention_heads=2,
             intermediate_size=WIDTH,
             max_position_embeddings=positions,
@@ -101,7 +101,7 @@ def make_encoder(folder: Path, *, seed: int = 0, positions: int = 64, kind: str 
         config = models.MPNetConfig(
             vocab_size=vocabulary,
             hidden_size=WIDTH,
-            num_hidden_layers=1,
+            num_hidden_layers=layers,
             num_attention_heads=2,
             intermediate_size=WIDTH,
             max_position_embeddings=positions + 2,
@@ -112,7 +112,7 @@ def make_encoder(folder: Path, *, seed: int = 0, positions: int = 64, kind: str 
             model.embeddings.position_embeddings.weight.mul_(0.05)
     else:
         config = models.T5Config(
-            vocab_size=vocabulary, d_model=WIDTH, d_ff=WIDTH, d_kv=16, num_heads=2, num_layers=1, pad_token_id=0
+            vocab_size=vocabulary, d_model=WIDTH, d_ff=WIDTH, d_kv=16, num_heads=2, num_layers=layers, pad_token_id=0
         )
         model = models.T5EncoderModel(config)
     with quiet():

@@ -109,6 +109,7 @@ class DualSettings(ContrastSettings):
         max_length: Word pieces per passage.
         max_passages: Passages per document with maxp; what comes after them is not read.
         query_length: Word pieces per query.
+        layers: Only the last so many layers are trained, without dropout, on what those below say; 0 trains all of them.
         seed: Same seed, same weights on a CPU.
         precision: auto trains in bf16 where the device has it; weights and vectors are float32 in any case.
     """
