@@ -24,7 +24,7 @@ from nci.config import Config, content_key
 from nci.corpus import load_documents
 from nci.embed import embed_documents
 from nci.embed import fingerprint as encoder_fingerprint
-from nci.encoders import TextEncoder, fetch_encoder
+from nci.encoders import TextEncoder, fetch_encoder, read_settings
 from nci.errors import ConfigError
 from nci.expansion import VERSION as LEXICAL_VERSION
 from nci.expansion import OwnScores, appended_queries, expanded_scores
@@ -127,9 +127,17 @@ class Making:
     def query_key(self) -> str:
         return encoder_fingerprint(fetch_encoder(self.config.model.encoder or "")) if self.other_encoder else ""
 
+    @cached_property
+    def _can_be_tuned(self) -> bool:
+        plain = read_settings(fetch_encoder(self.config.embed.encoder)).plain
+        if self.config.tune.epochs and not plain:
+            log.warning("the encoder has layers beyond its transformer: it is not tuned on the training queries")
+        return plain
+
     def tunes(self, data: TrainingData) -> bool:
         """Whether the encoder is trained before it embeds."""
-        return self.config.tune.epochs > 0 and bool(data.real or (data.generated and self.config.tune.generated))
+        some = bool(data.real or (data.generated and self.config.tune.generated))
+        return self.config.tune.epochs > 0 and some and self._can_be_tuned
 
     def tune_key(self, data: TrainingData) -> str:
         config, embed = self.config, replace(self.config.embed, pieces=0)

@@ -8,6 +8,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -574,6 +575,21 @@ def test_another_query_encoder_with_stored_vectors(encoder: Path, beir: Path, tm
     assert index.verify(2) == []
     assert index.engine.model.config.encoder["model_type"] == "t5"
     assert index.search("apple item0", k=1)[0].doc_id == "d0"
+
+
+def test_an_encoder_with_layers_of_its_own_is_not_tuned(
+    encoder: Path,
+    beir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    done: Spy,
+) -> None:
+    """A preset that tunes takes any encoder; how one with other layers is run is tested in test_encoders.py."""
+    monkeypatch.setattr(making, "read_settings", lambda _: SimpleNamespace(plain=False))
+    build(beir, tmp_path / "my.index", tiny_config(encoder, tune={"epochs": 1}, train={"epochs": 0}))
+    assert "it is not tuned" in caplog.text
+    assert "tune" not in done()
 
 
 def test_fewer_encoder_layers_than_there_are(encoder: Path, beir: Path, tmp_path: Path) -> None:

@@ -97,6 +97,24 @@ def test_no_document_moves_away_from_its_queries(engine: Engine) -> None:
     assert found == stay
 
 
+def test_documents_stay_where_few_queries_would_have_them_move(engine: Engine) -> None:
+    """The same queries again and again: the more of them there are, the less is it chance. Hubs need no second decision."""
+    documents, rng = engine.trie.documents, np.random.default_rng(0)
+    texts = [f"item{number} {word}" for number in range(9) for word in ("apple", "pear")]
+    known = list(zip(texts, rng.permutation(documents)[: len(texts)].tolist(), strict=True))
+    moves, counts = query_means(engine, known), np.ones(documents, int)
+    found = []
+    for times in (1, 2, 4, 8, 16):
+        asked = known[:1] * times
+        leaves = np.array([leaf for _, leaf in asked])
+        found.append(fit(engine, [text for text, _ in asked], leaves, counts, moves=moves)[0])
+    assert found[0].moves == 0.0
+    assert found[-1].moves > 0.1
+    assert [each.moves > 0 for each in found] == sorted(each.moves > 0 for each in found)
+    (text, leaf), *_ = known
+    assert found[0] == fit(engine, [text], np.array([leaf]), counts)[0], "as if they could not move"
+
+
 def test_queries_of_unseen_documents_alone_do_not_say_how_far_seen_ones_should_move(engine: Engine) -> None:
     counts = np.where(np.arange(engine.trie.documents) < 5, 0, 2)
     known = [(text, 9) for text in TEXTS]
