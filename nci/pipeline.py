@@ -38,6 +38,7 @@ from nci.rocchio import query_means
 from nci.runtime import check_device
 from nci.search.engine import is_query
 from nci.sections import CALIBRATION_VERSION
+from nci.shards import check_engine
 from nci.training_data import TrainingData, TrainingQueries, training_data
 from nci.tree import Tree
 
@@ -72,6 +73,7 @@ def build(
     """
     out, device = Path(out), check_device(device)
     check_metric(config.train.metric)
+    check_engine(engine)
     make_place(out)
     first = int(os.environ.get("RANK", "0")) == 0  # under torchrun one process writes, all train
     with store.writer_lock(out) if first else nullcontext():
