@@ -297,9 +297,8 @@ def _fit(evidence: Evidence, start: Tensor, tree_sum: TreeSum, fewer: float) -> 
     """
     new = evidence.unseen[evidence.targets] > 0  # (queries,)
     share = torch.where(new, 0.5 / new.sum().clamp(min=1), 0.5 / (~new).sum().clamp(min=1))
-    queries = (
-        share.sum() / share.square().sum()
-    )  # fewer than there are where those of one kind are few and count for many
+    # Fewer than there are where those of one kind are few and count for many.
+    queries = share.sum() / share.square().sum()
     free = torch.ones_like(start)
     if bool(new.all() | (~new).all()):  # queries of one kind do not say how far it should be ahead of the other
         free[[2, 4, 7] if bool(new[0]) else 2] = 0
