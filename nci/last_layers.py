@@ -1,4 +1,4 @@
-"""An encoder of which the last layers alone are trained: what the layers below say of a text is computed once, and kept.
+"""An encoder of which the last layers alone are trained: what the layers below say of a text is computed once a round.
 
     texts -> layers below, once, without gradients -> kept -> last layers, in every step -> states
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from nci.batches import ragged
 from nci.encoders import TextEncoder, token_states, wide_mask
+from nci.errors import ConfigError
 
 if TYPE_CHECKING:
     from nci.contrastive_data import Rows, Tokens
@@ -28,14 +29,18 @@ _AT_ONCE = 2**14  # word pieces that the layers below read together
 
 def train_only_last(model: Any, layers: int) -> None:
     """Let gradients reach the last layers alone, in place: so many of them, or all where there are fewer."""
+    stack = _stack(model)
     model.requires_grad_(False)
-    _stack(model)[-layers:].requires_grad_(True)
+    stack[-layers:].requires_grad_(True)
 
 
 def _stack(model: Any) -> nn.ModuleList:
     """All layers of an encoder: its first list that has as many parts as it has layers."""
     count = model.config.num_hidden_layers
-    return next(part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == count)
+    for part in model.modules():
+        if isinstance(part, nn.ModuleList) and len(part) == count:
+            return part
+    raise ConfigError("--tune.layers: the layers of this encoder cannot be told apart; 0 trains all of it")
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,9 @@ class EmbedConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least(self, {"pieces": 0}, "--embed.")
-        check(self.max_length > 0, "--embed.max_length must be positive")
+        check(
+            self.max_length > 2, "--embed.max_length must be at least 3: word pieces between the two that mark the ends"
+        )
         check(self.batch_size > 0, "--embed.batch_size must be positive")
         check(self.shard_size > 0, "--embed.shard_size must be positive")
 
@@ -128,6 +130,7 @@ class TuneConfig(Section):
         least = {"negatives": 1, "batch_size": 2}
         least |= dict.fromkeys(("epochs", "refreshes", "generated", "late", "layers", "max_length"), 0)
         check_least(self, least, "--tune.")
+        check(self.max_length not in (1, 2), "--tune.max_length must be 0 or at least 3, the ends of a text included")
         check(0 < self.lr < 1 and self.temperature > 0, "--tune.lr and --tune.temperature are positive, lr below 1")
         check(
             self.epochs > 0 or not self.refreshes,

@@ -168,7 +168,8 @@ def test_unknown_names_are_errors_that_list_the_known_ones() -> None:
     [
         ("corpus", "max_line_bytes", 0),
         ("corpus", "max_text_chars", -1),
-        ("embed", "max_length", 0),
+        ("embed", "max_length", 2),
+        ("tune", "max_length", 1),
         ("embed", "batch_size", 0),
         ("embed", "shard_size", 0),
         ("tree", "k", 1),

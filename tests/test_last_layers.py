@@ -14,6 +14,7 @@ from nci import contrastive, last_layers
 from nci.contrastive import read
 from nci.contrastive_data import Tokens
 from nci.encoders import TextEncoder
+from nci.errors import ConfigError
 from nci.last_layers import Kept, train_only_last
 
 TEXTS = ["ripe pear", "the wave and the tide of the storm", "ship", "", "a storm and a ship"]
@@ -108,3 +109,21 @@ def test_only_so_much_of_a_document_is_read_in_tuning(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert not all(torch.equal(two[name], three[name]) for name in two)
     assert TextEncoder.load(tmp_path / "0").max_length == EMBED.max_length
+
+
+def test_an_encoder_whose_layers_share_their_weights_is_refused(tmp_path: Path) -> None:
+    """ALBERT has one layer, which it runs several times."""
+    import transformers
+
+    config = transformers.AlbertConfig(
+        hidden_size=16,
+        embedding_size=8,
+        num_attention_heads=2,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        vocab_size=20,
+    )
+    model = transformers.AlbertModel(config)
+    with pytest.raises(ConfigError, match=r"--tune\.layers"):
+        train_only_last(model, 1)
+    assert all(each.requires_grad for each in model.parameters())
