@@ -10,12 +10,15 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests started with `&`: what they start would ignore Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import numpy as np
 import pytest
