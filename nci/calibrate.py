@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nci.anchors import TreeSum
 from nci.config import CalibrateConfig, SearchConfig
-from nci.hubs import Content, find_hubs, read_content
+from nci.hubs import ContentParts, find_hubs, read_content
 from nci.model import NCIModel
 from nci.search import Engine
 
@@ -172,7 +172,7 @@ class Evidence:
         prior = prior if self.hubs is None else prior + weights[6] * self.hubs
         late = 0.0 if self.late is None else weights[5].exp()
         moves = 0.0 if self.moves is None else weights[7]
-        content = Content(self.dense, self.lexical, self.late, self.moves)
+        content = ContentParts(self.dense, self.lexical, self.late, self.moves)
         return content.scores(weights[0].exp(), weights[1].exp(), late, moves) + prior
 
     def log_probs(self, weights: Tensor, tree_sum: TreeSum, fewer: float = 1.0) -> Tensor:
@@ -203,7 +203,7 @@ def gather(
     leaves = torch.as_tensor(targets, device=model.device).long()
     step = max(1, min(_QUERIES, _AT_ONCE // (int(np.diff(trie.child_start).max()) * model.config.d_model)))
     towards = None if moves is None else torch.as_tensor(moves, device=model.device)
-    contents: list[Content] = []
+    contents: list[ContentParts] = []
     children, residual, own = [], [], []
     for start in range(0, len(texts), step):
         queries, content = read_content(engine, list(texts[start : start + step]), towards)

@@ -25,7 +25,7 @@ _LEAST = -20.0  # log p of what a query is far from; how far says nothing
 _AT_ONCE = 2**26  # scores
 
 
-class Content(NamedTuple):
+class ContentParts(NamedTuple):
     """The parts of the content score of some queries, each (queries, documents), before their weights."""
 
     dense: Tensor  # cosine
@@ -42,7 +42,9 @@ class Content(NamedTuple):
         return total if self.late is None else total + late * self.late
 
 
-def read_content(engine: Engine, texts: Sequence[str], moves: Tensor | None = None) -> tuple[EncodedQueries, Content]:
+def read_content(
+    engine: Engine, texts: Sequence[str], moves: Tensor | None = None
+) -> tuple[EncodedQueries, ContentParts]:
     """Some queries as the model reads them, and how near each document is to them, and its `moves` (documents, width)."""
     vectors = engine.reference.tables.vectors
     queries, stored = engine.encode(texts), engine.stored_vectors(texts, len(texts))
@@ -52,7 +54,7 @@ def read_content(engine: Engine, texts: Sequence[str], moves: Tensor | None = No
     if engine.lexical is not None:
         lexical = torch.as_tensor(engine.lexical.normalised(texts), device=vectors.device)
     towards = None if moves is None else asked.float() @ moves.T
-    return queries, Content(asked.float() @ vectors.T, lexical, queries.late, towards)
+    return queries, ContentParts(asked.float() @ vectors.T, lexical, queries.late, towards)
 
 
 @torch.no_grad()
