@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("nci")
 
 POINTS = 201  # constants of a curve, one for each half percent of the queries that change
+_NEAR = 0.75  # of the best mean: so good is what a picture has to show
+_LEGEND = 110  # letters in one line of it
 
 
 @dataclass(frozen=True)
@@ -129,16 +131,46 @@ def draw(found: Mapping[str, Curve], splits: tuple[str, str], picture: Path, tit
 
     try:
         with styled():
-            figure, (axes,) = canvas(f"{title}: documents with and without training queries", height=5.4)
+            columns = min(max(_LEGEND // (max(map(len, found), default=0) + 8), 1), 3)  # beside each name a line
+            height = 4.4 + 0.19 * -(-len(found) // columns)
+            figure, (axes,) = canvas(f"{title}: documents with and without training queries", height=height)
+            limits, note = window(list(found.values())), "marked: the system itself, with nothing added"
             for number, (row, one) in enumerate(found.items()):
                 look = number % len(COLOURS)
-                line = ("-", "--", ":", "-.")[number // len(COLOURS) % 4]
-                (x, y), colour = one.operating, COLOURS[look]
+                line, colour = ("-", "--", ":", "-.")[number // len(COLOURS) % 4], COLOURS[look]
                 axes.plot([100 * v for v in one.seen], [100 * v for v in one.unseen], line, color=colour, alpha=0.7)
-                axes.plot([100 * x], [100 * y], linestyle=line, color=colour, marker=MARKERS[look], label=row)
+                spot = [float(np.clip(v, *limit)) for v, limit in zip(one.operating, limits, strict=True)]
+                outside = spot != list(one.operating)
+                note += "; hollow: beyond the edge" * (outside and "hollow" not in note)
+                axes.plot(
+                    *([100 * v] for v in spot),
+                    linestyle=line,
+                    color=colour,
+                    marker=MARKERS[look],
+                    markerfacecolor="white" if outside else colour,
+                    clip_on=False,
+                    zorder=3 + 1 / (1 + number),  # the first row lies on top
+                    label=row,
+                )
             axes.set(xlabel=f"R@1 on {splits[0]} (%)", ylabel=f"R@1 on {splits[1]} (%)")
-            legend_below(figure, axes, columns=3, title="marked: the system itself, with nothing added")
+            axes.set(**{name: [100 * v for v in limit] for name, limit in zip(("xlim", "ylim"), limits, strict=True)})
+            legend_below(figure, axes, columns=columns, title=note)
             return save(figure, picture.with_suffix(""))
     except MissingPackageError as error:
         log.info("no %s: %s", picture.name, error)
         return []
+
+
+def window(found: Collection[Curve]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """What to show of both axes: where good curves bend and the systems on them stand, not the long ways to both ends.
+
+    A system far behind the best one, or far from its own bend, would make the rest small; it does not count.
+    """
+    bends = [max(zip(one.seen, one.unseen, strict=True), key=sum) for one in found]
+    points = [*bends, *(one.operating for one in found)]
+    best = max(map(sum, points), default=0.0)
+    near = np.array([point for point in points if sum(point) >= _NEAR * best] or [(0.0, 1.0)])
+    low, high = near.min(0), near.max(0)
+    margin = np.maximum(0.08 * (high - low), 0.01)
+    low, high = np.maximum(low - margin, 0.0), np.minimum(high + margin, 1.0)
+    return (float(low[0]), float(high[0])), (float(low[1]), float(high[1]))

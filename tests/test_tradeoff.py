@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nci.evaluate import evaluate
 from nci.records import Qrels, Run
-from nci.tradeoff import Curve, as_json, curve, draw
+from nci.tradeoff import Curve, as_json, curve, draw, window
 
 TRAINED = {"old", "older"}
 # (score of the best trained document, of the best new one): the second is first from their difference on
@@ -87,3 +87,31 @@ def test_the_picture_and_the_numbers(tmp_path: Path) -> None:
     one = numbers["systems"]["row 8"]
     assert len(one["constants"]) == len(one["seen"]) == len(one["unseen"]) > 5
     assert one["operating"] == {"seen": pytest.approx(2 / 3), "unseen": 0}
+
+
+def test_the_picture_shows_where_good_curves_bend() -> None:
+    good = Curve([-1.0, 0.0, 1.0], [0.9, 0.88, 0.1], [0.1, 0.86, 0.92])
+    fair = Curve([-1.0, 0.0, 1.0], [0.8, 0.78, 0.1], [0.1, 0.60, 0.82])
+    (left, right), (bottom, top) = window([good, fair])
+    assert 0.7 < left < 0.78 < 0.88 < right < 0.95, "neither end of a curve"
+    assert 0.5 < bottom < 0.60 < 0.86 < top < 0.92
+    far = Curve([0.0], [0.85], [0.0])  # finds nothing that has no training queries
+    assert window([good, fair, far]) == ((left, right), (bottom, top)), (
+        "what is far behind does not make the rest small"
+    )
+
+
+def test_a_picture_of_nothing_found_has_limits() -> None:
+    nothing = Curve([0.0], [0.0], [0.0])
+    for (left, right), (bottom, top) in (window([nothing]), window([])):
+        assert 0 <= left < right <= 1
+        assert 0 <= bottom < top <= 1
+
+
+def test_systems_beyond_the_edge_are_hollow(tmp_path: Path) -> None:
+    good = Curve([-1.0, 0.0, 1.0], [0.9, 0.88, 0.1], [0.1, 0.86, 0.92])
+    draw({"good": good}, ("test", "test-unseen"), tmp_path / "in.png", "tiny")
+    draw({"good": good, "far": Curve([0.0], [0.85], [0.0])}, ("test", "test-unseen"), tmp_path / "out.png", "tiny")
+    inside, outside = ((tmp_path / f"{name}.svg").read_text(encoding="utf-8") for name in ("in", "out"))
+    assert "hollow" in outside
+    assert "hollow" not in inside
