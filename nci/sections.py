@@ -155,7 +155,7 @@ class LexicalConfig(Section):
     generated: int = 30
     phrases: float = 0.3
     rarity: float = 0.5
-    k1: float = 0.9
+    k1: float = 0.5
     b: float = 0.4
 
     def __post_init__(self) -> None:

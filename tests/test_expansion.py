@@ -273,7 +273,7 @@ def test_search_reads_all_queries(finished: Path) -> None:
 
 
 def test_without_queries_the_scores_are_those_of_the_documents(encoder: Path, beir: Path, tmp_path: Path) -> None:
-    lexical = {"training": False, "generated": 0, "phrases": 0.0, "rarity": 0.0}
+    lexical = {"training": False, "generated": 0, "phrases": 0.0, "rarity": 0.0, "k1": 0.9}
     config = tiny_config(encoder, lexical=lexical, pairs={"generated": 1.0})
     build(beir, tmp_path, config, generated=[("apple", "d1")])
     found, plan = written(tmp_path)
