@@ -239,7 +239,7 @@ def compare(argv: Sequence[str]) -> ArgumentParser:
         metavar="FILE",
         default=None,
         help="Draw R@1 of the second split over that of the first, while a constant is added to the scores of documents "
-        "without training queries (.png, with an .svg beside it).",
+        "without training queries, where good systems bend; the others stand in the legend (.png, with an .svg beside it).",
     )
     parser.add_argument(
         "--append", metavar="FILE", default=None, help="Add a line of JSON for every finished row to this file."

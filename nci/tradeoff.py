@@ -126,35 +126,33 @@ def as_json(found: Mapping[str, Curve], splits: tuple[str, str]) -> dict[str, An
 
 
 def draw(found: Mapping[str, Curve], splits: tuple[str, str], picture: Path, title: str) -> list[Path]:
-    """Write the picture as PNG and as SVG; none without matplotlib, and one line says so."""
+    """Write the picture as PNG and as SVG; none without matplotlib, and one line says so.
+
+    It shows what `window` says; where a system beyond that stands is told in the legend.
+    """
     from nci.figures.style import COLOURS, MARKERS, canvas, legend_below, save, styled
 
+    horizontal, vertical = window(list(found.values()))
+    labels = {}
+    for row, one in found.items():
+        x, y = one.operating
+        inside = horizontal[0] <= x <= horizontal[1] and vertical[0] <= y <= vertical[1]
+        labels[row] = row if inside else f"{row}, at {100 * x:.0f} / {100 * y:.0f}"
+    columns = min(max(_LEGEND // (max(map(len, labels.values()), default=0) + 8), 1), 3)  # beside each name a line
+    height = 4.4 + 0.19 * -(-len(found) // columns)
     try:
         with styled():
-            columns = min(max(_LEGEND // (max(map(len, found), default=0) + 8), 1), 3)  # beside each name a line
-            height = 4.4 + 0.19 * -(-len(found) // columns)
             figure, (axes,) = canvas(f"{title}: documents with and without training queries", height=height)
-            limits, note = window(list(found.values())), "marked: the system itself, with nothing added"
             for number, (row, one) in enumerate(found.items()):
-                look = number % len(COLOURS)
-                line, colour = ("-", "--", ":", "-.")[number // len(COLOURS) % 4], COLOURS[look]
+                line, colour = ("-", "--", ":", "-.")[number // len(COLOURS) % 4], COLOURS[number % len(COLOURS)]
                 axes.plot([100 * v for v in one.seen], [100 * v for v in one.unseen], line, color=colour, alpha=0.7)
-                spot = [float(np.clip(v, *limit)) for v, limit in zip(one.operating, limits, strict=True)]
-                outside = spot != list(one.operating)
-                note += "; hollow: beyond the edge" * (outside and "hollow" not in note)
-                axes.plot(
-                    *([100 * v] for v in spot),
-                    linestyle=line,
-                    color=colour,
-                    marker=MARKERS[look],
-                    markerfacecolor="white" if outside else colour,
-                    clip_on=False,
-                    zorder=3 + 1 / (1 + number),  # the first row lies on top
-                    label=row,
-                )
+                (x, y), marker, above = one.operating, MARKERS[number % len(COLOURS)], 3 + 1 / (1 + number)
+                label = labels[row]
+                axes.plot([100 * x], [100 * y], linestyle=line, color=colour, marker=marker, zorder=above, label=label)
+            axes.set_xlim(*(100 * limit for limit in horizontal))
+            axes.set_ylim(*(100 * limit for limit in vertical))
             axes.set(xlabel=f"R@1 on {splits[0]} (%)", ylabel=f"R@1 on {splits[1]} (%)")
-            axes.set(**{name: [100 * v for v in limit] for name, limit in zip(("xlim", "ylim"), limits, strict=True)})
-            legend_below(figure, axes, columns=columns, title=note)
+            legend_below(figure, axes, columns=columns, title="marked: the system itself, with nothing added")
             return save(figure, picture.with_suffix(""))
     except MissingPackageError as error:
         log.info("no %s: %s", picture.name, error)
@@ -169,7 +167,7 @@ def window(found: Collection[Curve]) -> tuple[tuple[float, float], tuple[float, 
     bends = [max(zip(one.seen, one.unseen, strict=True), key=sum) for one in found]
     points = [*bends, *(one.operating for one in found)]
     best = max(map(sum, points), default=0.0)
-    near = np.array([point for point in points if sum(point) >= _NEAR * best] or [(0.0, 1.0)])
+    near = np.array([point for point in points if sum(point) >= _NEAR * best] or [(0.0, 0.0), (1.0, 1.0)])
     low, high = near.min(0), near.max(0)
     margin = np.maximum(0.08 * (high - low), 0.01)
     low, high = np.maximum(low - margin, 0.0), np.minimum(high + margin, 1.0)

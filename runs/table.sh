@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The full table of systems for every BEIR folder below DATA_ROOT: metrics, significance, latency and size of each.
 #
-#   runs/table.sh DATA_ROOT OUT              every system, as in docs/results-h200.md
+#   runs/table.sh DATA_ROOT OUT              every system, as in docs/results.md
 #   QUICK=1 runs/table.sh DATA_ROOT OUT      few systems, one seed, the preset fast: for two CPU cores
-#   BESIDE=1 SYSTEMS=nci,nci-zeroed,bm25+qg SEEDS=1 JOBS=1 runs/table.sh DATA_ROOT OUT
+#   BESIDE=1 SYSTEMS=nci,nci-zeroed SEEDS=1 JOBS=1 runs/table.sh DATA_ROOT OUT
 #                                            all data sets at once, beside each other on one GPU: the index alone, the soonest
 #
 # OUT/NAME gets table.txt, table.json, table.tex, table.png, tradeoff.png and all that was built, OUT/summary.md R@1 of all, also of the
