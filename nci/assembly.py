@@ -68,9 +68,14 @@ class Assembly:
         return leaves
 
     @property
-    def query_length(self) -> int:
-        """Word pieces of a query that are read, in training and in search."""
+    def learned_length(self) -> int:
+        """Word pieces of a query that training reads."""
         return min(self.config.pairs.max_length, self.query_encoder.max_length)
+
+    @property
+    def query_length(self) -> int:
+        """Word pieces of a query that search reads: as many as of a document, since only long queries take longer."""
+        return min(max(self.config.pairs.max_length, self.config.embed.max_length), self.query_encoder.max_length)
 
     def model(self, *, seen_rows: Sequence[int] | None = None, device: str = "cpu") -> NCIModel:
         """A fresh model bound to the tree; `seen_rows` are documents with real queries, where unseen ones are spared."""

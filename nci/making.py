@@ -286,7 +286,7 @@ def _plan_stage(
         plan = write_plan(
             folder / "plan",
             make_pairs(load_documents(documents.path), config.pairs, real=data.real, generated=data.generated),
-            lambda texts: encoder.tokenize([prompt + text for text in texts], assembly.query_length),
+            lambda texts: encoder.tokenize([prompt + text for text in texts], assembly.learned_length),
             config.pairs,
             batch_size=config.train.batch_size,
             epochs=config.train.epochs,

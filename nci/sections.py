@@ -164,7 +164,7 @@ class LexicalConfig(Section):
         check(self.k1 >= 0 and 0 <= self.b <= 1, "--lexical.k1 is at least 0 and --lexical.b from 0 to 1")
 
 
-CALIBRATION_VERSION = 5
+CALIBRATION_VERSION = 6
 """Part of the key of all that is calibrated: raise it when equal queries begin to give other weights."""
 
 

@@ -219,6 +219,17 @@ def test_long_queries_are_read_as_in_training(tmp_path: Path) -> None:
     assert len(index.search("apple pear plum " * 30, k=5)) == 5
 
 
+def test_search_reads_more_of_a_long_query_than_training_does(tmp_path: Path, encoder: Path) -> None:
+    """With `pairs.max_length` 4, two words between the marks of both ends, these queries are one and the same to training."""
+    settings: dict[str, Any] = {"pairs": {"max_length": 4}, "model": {"score": "dense"}, "train": {"epochs": 0}}
+    index = nci.build(make_documents(), tmp_path / "my.index", tiny_config(encoder, **settings))
+    found = index.search(["of the apple pear", "of the violin song"], k=60)
+    first, second = ({hit.doc_id: hit.score for hit in hits} for hits in found)
+    assert max(abs(first[doc_id] - second[doc_id]) for doc_id in first) > 0.1
+    again = nci.load(tmp_path / "my.index").search("of the apple pear", k=60)
+    assert {hit.doc_id: hit.score for hit in again} == pytest.approx(first, abs=1e-3)
+
+
 # Explain and documents
 
 
