@@ -74,7 +74,13 @@ class Assembly:
 
     @property
     def query_length(self) -> int:
-        """Word pieces of a query that search reads: as many as of a document, since only long queries take longer."""
+        """Word pieces of a query that search reads.
+
+        As many as of a document, since only long queries take longer; without an anchor, which compares texts, no more
+        than the network has learned from.
+        """
+        if self.config.model.anchor == "none":
+            return self.learned_length
         return min(max(self.config.pairs.max_length, self.config.embed.max_length), self.query_encoder.max_length)
 
     def model(self, *, seen_rows: Sequence[int] | None = None, device: str = "cpu") -> NCIModel:

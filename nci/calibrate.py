@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nci.anchors import TreeSum
 from nci.config import CalibrateConfig, SearchConfig
-from nci.hubs import ContentParts, find_hubs, read_content
+from nci.hubs import ContentParts, find_hubs, in_batches, read_content
 from nci.model import NCIModel
 from nci.search import Engine
 
@@ -205,13 +205,13 @@ def gather(
     towards = None if moves is None else torch.as_tensor(moves, device=model.device)
     contents: list[ContentParts] = []
     children, residual, own = [], [], []
-    for start in range(0, len(texts), step):
-        queries, content = read_content(engine, list(texts[start : start + step]), towards)
+    for batch in in_batches(texts, step):
+        queries, content = read_content(engine, texts[batch], towards)
         contents.append(content)
         levels, _, path = model.path_children(
             model.memories(queries.states),
             queries.mask[:, None, None, :].bool(),
-            leaves[start : start + step],
+            leaves[batch],
             queries.vectors,
             positions=trie.positions,
         )
@@ -267,7 +267,8 @@ def fit(
         moves: `query_means` of these; without them no document moves.
         fewer: What an unseen document counts beside others, `fewer_unseen`.
     """
-    chosen = np.random.default_rng(0).permutation(len(texts))[: how_many(engine.trie.nodes)]
+    drawn = np.random.default_rng(0).permutation(len(texts))[: how_many(engine.trie.nodes)]
+    chosen = sorted(drawn.tolist(), key=lambda i: len(texts[i]))  # those of one length together, since they are padded
     evidence = gather(engine, [texts[i] for i in chosen], np.asarray(targets)[chosen], counts, moves)
     assert engine.model.anchor_weights is not None
     late = engine.model.config.late if evidence.late is not None else 1.0

@@ -24,7 +24,7 @@ class ContrastSettings:
         temperature: Divides the cosines in the softmax.
         late: Weight of a second loss, that of late interaction between the word pieces of both; 0 leaves it out.
         late_temperature: Divides its similarities in the softmax.
-        query_length: Word pieces per query.
+        query_length: Word pieces per query in training.
         layers: Only the last so many layers are trained, without dropout, on what those below say; 0 trains all of them.
         seed: Same seed, same weights on a CPU.
         precision: auto trains in bf16 where the device has it; weights and vectors are float32 in any case.

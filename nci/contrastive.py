@@ -6,7 +6,7 @@ numbers of its own, so the weights at its end are all that the next one needs: a
 
 A plain loop and not sentence-transformers' trainer: that one needs the package `datasets`, holds one fixed table of
 negatives, and keeps documents apart by their texts instead of by what is relevant. The loss is the same as its
-MultipleNegativesRankingLoss. Nothing in a step waits for a GPU. Knows nothing of search.
+MultipleNegativesRankingLoss. Nothing in a step of all layers waits for a GPU. Knows nothing of search.
 """
 
 from __future__ import annotations

@@ -109,14 +109,14 @@ class Pairs:
         for text, doc_id in pairs:
             together.setdefault(text, set()).add(rows[doc_id])
         shared = {text: frozenset(relevant) for text, relevant in together.items()}
-        tokens = tokenize_queries([text for text, _ in pairs], encoder, settings)
+        tokens = tokenize_queries([text for text, _ in pairs], encoder, settings.query_length)
         return cls(tokens, np.array([rows[doc_id] for _, doc_id in pairs]), [shared[text] for text, _ in pairs])
 
 
-def tokenize_queries(texts: Sequence[str], encoder: TextEncoder, settings: ContrastSettings) -> Tokens:
-    """Word pieces of queries, after the encoder's own prompt for them."""
+def tokenize_queries(texts: Sequence[str], encoder: TextEncoder, most: int) -> Tokens:
+    """At most so many word pieces of queries, after the encoder's own prompt for them."""
     prompt = encoder.prompt("query")
-    return Tokens.of(encoder.tokenize([prompt + text for text in texts], settings.query_length))
+    return Tokens.of(encoder.tokenize([prompt + text for text in texts], most))
 
 
 def split_epoch(lengths: Rows, documents: int, batch_size: int, random: np.random.Generator) -> list[Rows]:

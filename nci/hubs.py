@@ -9,7 +9,7 @@ the content score. Knows no decoder and no files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ MOST = 6000  # queries that are asked
 DRAWN = 20  # queries of the mean
 _LEAST = -20.0  # log p of what a query is far from; how far says nothing
 _AT_ONCE = 2**26  # scores
+_CHARACTERS = 2**16  # read together: 64 queries of 256 word pieces
 
 
 class ContentParts(NamedTuple):
@@ -57,6 +58,22 @@ def read_content(
     return queries, ContentParts(asked.float() @ vectors.T, lexical, queries.late, towards)
 
 
+def in_batches(texts: Sequence[str], most: int) -> Iterator[slice]:
+    """Neighbours that are read together, at most so many, and fewer where they are long, since all are padded.
+
+    >>> [list(range(4))[part] for part in in_batches(["short", "texts", "x" * 60_000, "y" * 60_000], most=3)]
+    [[0, 1], [2], [3]]
+    """
+    start = longest = 0
+    for i, text in enumerate(texts):
+        longest = max(longest, len(text))
+        if i > start and (i - start == most or (i - start + 1) * longest > _CHARACTERS):
+            yield slice(start, i)
+            start, longest = i, len(text)
+    if texts:
+        yield slice(start, len(texts))
+
+
 @torch.no_grad()
 def find_hubs(
     engine: Engine,
@@ -81,8 +98,8 @@ def find_hubs(
     moved = None if moves is None else torch.as_tensor(moves, device=engine.device)
     # those of one length together, since they are padded
     chosen = sorted((texts[i] for i in np.random.default_rng(0).permutation(len(texts))[:MOST]), key=len)
-    for start in range(0, len(chosen), step):
-        part = chosen[start : start + step]
+    for batch in in_batches(chosen, step):
+        part = chosen[batch]
         scores = read_content(engine, part, moved)[1].scores(*weights)
         own = torch.tensor([(row, leaf) for row, text in enumerate(part) for leaf in asked[text]]).T
         scores[own[0], own[1]] = -torch.inf

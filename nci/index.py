@@ -6,6 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -230,7 +231,7 @@ class Index:
         if bias is not None and fresh.anchor_weights is not None and model.anchor_weights is not None:
             fresh.anchor_weights.data.copy_(model.anchor_weights)
             fresh.config.late, fresh.config.chosen_by = model.config.late, model.config.chosen_by
-        return assembly.engine(fresh)
+        return replace(assembly.engine(fresh), max_length=self.engine.max_length)
 
     def vectors(self) -> NDArray[np.float32]:
         """Vectors of the documents, in the order of `doc_ids`: (documents, width)."""

@@ -40,7 +40,9 @@ def _stack(model: Any) -> nn.ModuleList:
     for part in model.modules():
         if isinstance(part, nn.ModuleList) and len(part) == count:
             return part
-    raise ConfigError("--tune.layers: the layers of this encoder cannot be told apart; 0 trains all of it")
+    raise ConfigError(
+        "the layers of this encoder cannot be told apart; --tune.layers and --dual.layers 0 train all of it"
+    )
 
 
 @dataclass(frozen=True)

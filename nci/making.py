@@ -130,8 +130,10 @@ class Making:
     @cached_property
     def _can_be_tuned(self) -> bool:
         plain = read_settings(fetch_encoder(self.config.embed.encoder)).plain
-        if self.config.tune.epochs and not plain:
-            log.warning("the encoder has layers beyond its transformer: it is not tuned on the training queries")
+        if not plain:
+            log.warning(
+                "the encoder is more than a transformer and its pooling: it is not tuned on the training queries"
+            )
         return plain
 
     def tunes(self, data: TrainingData) -> bool:

@@ -20,7 +20,7 @@ class PairsConfig(Section):
         generated: Share of the generated queries taken per epoch, where there are some.
         generated_queries: Generated queries used per document, at most (the paper: 15).
         sampling: pair takes every pair equally often; document gives every document the same number of pairs.
-        max_length: Word pieces of a query that training reads; search reads --embed.max_length.
+        max_length: Word pieces of a query that training reads; search with an anchor reads --embed.max_length, if that is more.
         seed: Same seed, same batches.
     """
 

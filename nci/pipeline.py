@@ -37,7 +37,7 @@ from nci.records import Document
 from nci.rocchio import query_means
 from nci.runtime import check_device
 from nci.search.engine import is_query
-from nci.sections import CALIBRATION_VERSION
+from nci.sections import CALIBRATION_VERSION, INDEX_VERSION
 from nci.shards import check_engine
 from nci.training_data import TrainingData, TrainingQueries, training_data
 from nci.tree import Tree
@@ -129,7 +129,8 @@ def _build(
         skip_unknown=config.corpus.on_error == "skip",
     )
     making = Making(documents, corpus_key, config, engine=engine, device=device)
-    build_key = content_key(making.key(data), (CALIBRATION_VERSION, list(held_out)) if config.calibrate.share else 0)
+    calibrated = (CALIBRATION_VERSION, list(held_out)) if config.calibrate.share else 0
+    build_key = content_key(making.key(data), INDEX_VERSION, calibrated)
     if (live := _live(out, build_key)) is not None:
         log.info("%s is up to date", out)
         return live

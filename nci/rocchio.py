@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nci.hubs import in_batches
 from nci.search import Engine
 
-_AT_ONCE = 128  # queries
+_AT_ONCE = 128  # queries at most
 
 
 @torch.no_grad()
@@ -30,7 +31,7 @@ def query_means(engine: Engine, pairs: Iterable[tuple[str, int]]) -> NDArray[np.
     known = list(pairs)
     texts = sorted({text for text, _ in known}, key=len)  # those of one length together, since they are padded
     place = {text: row for row, text in enumerate(texts)}
-    vectors = [engine.query_vectors(texts[start : start + _AT_ONCE]) for start in range(0, len(texts), _AT_ONCE)]
+    vectors = [engine.query_vectors(texts[batch]) for batch in in_batches(texts, _AT_ONCE)]
     stored = engine.reference.tables.vectors
     assert stored is not None
     sums = torch.zeros_like(stored)

@@ -164,6 +164,9 @@ class LexicalConfig(Section):
         check(self.k1 >= 0 and 0 <= self.b <= 1, "--lexical.k1 is at least 0 and --lexical.b from 0 to 1")
 
 
+INDEX_VERSION = 1
+"""Part of the key of an index: raise it when the same weights begin to search in another way."""
+
 CALIBRATION_VERSION = 6
 """Part of the key of all that is calibrated: raise it when equal queries begin to give other weights."""
 

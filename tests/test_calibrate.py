@@ -95,10 +95,11 @@ def test_the_evidence_gives_the_probabilities_of_the_model(engine: Engine) -> No
     torch.testing.assert_close(found.exp().sum(1), torch.ones(len(TEXTS)), atol=1e-4, rtol=0)
 
 
-def test_few_queries_at_a_time_change_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("few", ["nci.calibrate._AT_ONCE", "nci.hubs._CHARACTERS"])
+def test_few_queries_at_a_time_change_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch, few: str) -> None:
     arguments = (engine, TEXTS, np.arange(len(TEXTS)), np.ones(engine.trie.documents, int))
     whole = gather(*arguments)
-    monkeypatch.setattr("nci.calibrate._AT_ONCE", 1)
+    monkeypatch.setattr(few, 1)
     for one, two in zip(vars(whole).values(), vars(gather(*arguments)).values(), strict=True):
         torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
 

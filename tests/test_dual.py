@@ -322,6 +322,14 @@ def test_only_what_has_changed_is_trained_again(monkeypatch: pytest.MonkeyPatch,
 # ---- search
 
 
+def test_search_reads_more_of_a_long_query_than_training_does(encoder: Path, tmp_path: Path) -> None:
+    """Two words between the marks of both ends: to training these queries are one and the same."""
+    settings = tiny(encoder, query_length=4, epochs=0)
+    trained = DualEncoder.train(DOCUMENTS, PAIRS, out=tmp_path, settings=settings, device="cpu")
+    first, second = trained.search(["of the apple pear", "of the violin song"], k=len(DOCUMENTS))
+    assert {hit.doc_id: round(hit.score, 2) for hit in first} != {hit.doc_id: round(hit.score, 2) for hit in second}
+
+
 @pytest.mark.parametrize("passage", ["firstp", "maxp"])
 def test_search_counts_the_best_passage_and_loading_changes_nothing(
     encoder: Path, tmp_path: Path, passage: str

@@ -17,7 +17,7 @@ from nci.lexical import LexicalScores
 from nci.model import NCIModel
 from nci.records import SemanticId
 from nci.search import Engine, Ranking, exhaustive_search, make_plan, plain_search, score_all
-from nci.search.backend import Backend, choose_precision
+from nci.search.backend import Backend, _recorded, choose_precision
 from nci.search.content import DocumentVectors
 from nci.search.engine import is_out_of_memory
 from nci.search.plan import Plan
@@ -489,3 +489,8 @@ def test_exhaustive_search_is_what_the_engine_calls(make_engine: MakeEngine) -> 
     whole = exhaustive_search(engine.reference, engine.encode(TEXTS), k=5)
     for ranking, documents in zip(engine.search(TEXTS, k=5, beam=1, mode="exhaustive"), whole.documents, strict=True):
         assert ranking.documents.tolist() == documents.tolist()
+
+
+@pytest.mark.parametrize(("longest", "wanted"), [(1, 16), (16, 16), (17, 32), (300, 512), (513, 1024), (1025, 1536)])
+def test_queries_on_a_gpu_have_few_lengths(longest: int, wanted: int) -> None:
+    assert _recorded(longest) == wanted

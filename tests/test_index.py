@@ -29,6 +29,7 @@ from nci.corpus import Dataset
 from nci.encoders import TextEncoder
 from nci.errors import ConfigError, DataError, IndexCorruptError, IndexNotFoundError, IndexVersionError, NciError
 from nci.index import Hits, Index, load, search_many, snippet
+from nci.pairs import BatchPlan
 from nci.records import Document, Hit
 from nci.search.content import DocumentVectors
 
@@ -211,10 +212,10 @@ def test_search_without_the_tree(make: Make) -> None:
         assert hit.score == pytest.approx(bound[hit.doc_id], abs=1e-3)
 
 
-def test_long_queries_are_read_as_in_training(tmp_path: Path) -> None:
-    """`pairs.max_length` above what the encoder can read is cut to it, in training and in search."""
+def test_queries_are_cut_to_what_the_encoder_can_read(tmp_path: Path) -> None:
+    """Also where `pairs.max_length` and `embed.max_length` are above that."""
     encoder = make_encoder(tmp_path / "short", positions=20)
-    config = tiny_config(encoder, embed={"max_length": 20}, pairs={"max_length": 64}, train={"epochs": 0})
+    config = tiny_config(encoder, embed={"max_length": 30}, pairs={"max_length": 64}, train={"epochs": 0})
     index = nci.build(make_documents(10), tmp_path / "my.index", config)
     assert len(index.search("apple pear plum " * 30, k=5)) == 5
 
@@ -228,6 +229,25 @@ def test_search_reads_more_of_a_long_query_than_training_does(tmp_path: Path, en
     assert max(abs(first[doc_id] - second[doc_id]) for doc_id in first) > 0.1
     again = nci.load(tmp_path / "my.index").search("of the apple pear", k=60)
     assert {hit.doc_id: hit.score for hit in again} == pytest.approx(first, abs=1e-3)
+
+
+def test_training_reads_less_of_a_long_query(make: Make) -> None:
+    folder = make(pairs={"max_length": 4})
+    (plan,) = (folder / "build").glob("pairs-*/plan")
+    assert BatchPlan(plan).lengths.max() == 4
+    assert Index(folder).engine.max_length == Index(folder).config.embed.max_length > 4
+
+
+def test_without_an_anchor_search_reads_as_much_as_training(make: Make) -> None:
+    assert Index(make(model=POSITION, pairs={"max_length": 4})).engine.max_length == 4
+
+
+def test_an_index_of_before_goes_on_as_it_was(make: Make) -> None:
+    """Its manifest says how much of a query it reads, and all of its systems do."""
+    index = Index(make())
+    index.manifest["query_length"] = 5
+    index.engine = index._engine("cpu")
+    assert {index.system(name).engine.max_length for name in ("trained", "zeroed", "untrained")} == {5}
 
 
 # Explain and documents

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nci.model import NCIModel
 from nci.search.linear import Precision, make_linear
-from nci.search.network import Layout, Network
+from nci.search.network import Layout, Network, _Biases
 from nci.search.ops import TorchOps
 
 MakeModel = Callable[..., NCIModel]
@@ -127,6 +127,21 @@ def test_int8_beside_outliers(monkeypatch: pytest.MonkeyPatch, bf16: bool) -> No
 def test_a_row_of_zeros_is_no_problem() -> None:
     found = make_linear(torch.zeros(4, 8), None, "int8", "cpu")(torch.randn(3, 8))
     assert torch.equal(found, torch.zeros(3, 4))
+
+
+# ---- relative positions
+
+
+def test_few_tables_of_relative_positions_are_kept() -> None:
+    def make(tokens: int) -> Tensor:
+        places = torch.arange(tokens)
+        return (places - places[:, None]).expand(1, 3, tokens, tokens)
+
+    biases = _Biases(make, lambda table: table)
+    for tokens in range(1, 70):
+        assert torch.equal(biases(tokens), make(tokens)[0])
+        assert biases(tokens).is_contiguous()
+    assert set(biases.kept) == {16, 32, 64, 128}
 
 
 # ---- layout

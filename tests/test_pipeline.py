@@ -137,6 +137,13 @@ def test_a_second_call_does_nothing(index: Path, encoder: Path, beir: Path, done
     assert after == before
 
 
+def test_an_index_that_would_now_search_in_another_way_is_published_again(
+    index: Path, encoder: Path, beir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nci.pipeline.INDEX_VERSION", 0)
+    assert build(beir, index, tiny_config(encoder)) == index / "generation-000002"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "expected"),

@@ -113,7 +113,8 @@ class DualEncoder(Baseline):
         return cls(documents, encoder, torch.from_numpy(vectors).to(device).float(), starts, settings)
 
     def _answer(self, texts: list[str], k: int) -> list[Hits]:
-        vectors = embed_all(self.encoder, tokenize_queries(texts, self.encoder, self.settings), self.settings)
+        most = max(self.settings.query_length, self.settings.max_length)  # a long query is read whole
+        vectors = embed_all(self.encoder, tokenize_queries(texts, self.encoder, most), self.settings)
         scores = (vectors @ self._vectors.T).cpu().numpy()  # (queries, passages)
         best = np.maximum.reduceat(scores, self._starts[:-1], axis=1)  # (queries, documents)
         every = np.arange(len(self._shelf))

@@ -58,8 +58,8 @@ class DenseSettings:
 
     def __post_init__(self) -> None:
         check_similarity(self.similarity)
-        if min(self.max_length, self.batch_size) < 1:
-            raise ConfigError("max_length and batch_size of dense search are at least 1")
+        if self.max_length < 3 or self.batch_size < 1:
+            raise ConfigError("max_length of dense search is at least 3, the ends of a text included, and batch_size 1")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class KnnSettings:
     encoder: str = "minilm"
     weighting: Literal["best", "softmax"] = "softmax"
     temperature: float = 0.05
-    max_length: int = 64
+    max_length: int = 256
     batch_size: int = 128
 
     def __post_init__(self) -> None:
@@ -86,8 +86,8 @@ class KnnSettings:
             raise ConfigError(f"the weighting of knn is best or softmax, not {self.weighting!r}")
         if not self.temperature > 0:
             raise ConfigError(f"the temperature of knn is positive, not {self.temperature}")
-        if min(self.max_length, self.batch_size) < 1:
-            raise ConfigError("max_length and batch_size of knn are at least 1")
+        if self.max_length < 3 or self.batch_size < 1:
+            raise ConfigError("max_length of knn is at least 3, the ends of a text included, and batch_size 1")
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,9 @@ class DualSettings(ContrastSettings):
         super().__post_init__()
         if self.passage not in ("firstp", "maxp"):
             raise ConfigError(f"passage is one of firstp, maxp; not {self.passage!r}")
-        for name in ("max_length", "max_passages"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is at least 1, not {getattr(self, name)}")
+        for name, least in {"max_length": 3, "query_length": 3, "max_passages": 1}.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is at least {least}, not {getattr(self, name)}")
 
     @property
     def name(self) -> str:

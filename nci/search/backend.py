@@ -24,7 +24,7 @@ from nci.search.ops import SearchTree, TorchOps
 from nci.search.plan import Plan
 from nci.trie import Trie
 
-LENGTHS = (16, 32, 64, 128, 256, 512)
+LENGTHS = (16, 32, 64, 128, 256, 512)  # and what 512 divides
 
 
 def choose_precision(asked: str, device: str) -> Precision:
@@ -76,7 +76,7 @@ class Backend:
         count, longest = len(ids), max(map(len, ids))
         if self.on_gpu:
             count = 1 << (count - 1).bit_length()
-            longest = max(longest, min(most, next((length for length in LENGTHS if length >= longest), longest)))
+            longest = max(longest, min(most, _recorded(longest)))
         table, lengths = padded(ids, pad=pad, count=count, longest=longest)
         return (table.pin_memory(), lengths.pin_memory()) if self.on_gpu else (table, lengths)
 
@@ -139,3 +139,8 @@ def _ops(device: str) -> TorchOps:
     except ImportError:  # a build of PyTorch without Triton
         return TorchOps()
     return TritonOps()
+
+
+def _recorded(longest: int) -> int:
+    """Tokens of the shape that queries of so many are padded to."""
+    return next((length for length in LENGTHS if length >= longest), -(-longest // LENGTHS[-1]) * LENGTHS[-1])

@@ -154,7 +154,7 @@ def _encoder(
 
 
 class _Biases:
-    """Tables of relative positions by the number of tokens, kept: the same for every query of this length."""
+    """Tables of relative positions, the same for every query of a length; a few are kept, each a part of the next."""
 
     def __init__(self, make: Callable[[int], Tensor], vector: MakeVector) -> None:
         self.make, self.vector = make, vector
@@ -162,10 +162,11 @@ class _Biases:
 
     def __call__(self, tokens: int) -> Tensor:
         """(heads, tokens, tokens)."""
-        if tokens not in self.kept:
+        size = max(16, 1 << (tokens - 1).bit_length())
+        if size not in self.kept:
             with torch.no_grad():
-                self.kept[tokens] = self.vector(self.make(tokens)[0]).contiguous()
-        return self.kept[tokens]
+                self.kept[size] = self.vector(self.make(size)[0]).contiguous()
+        return self.kept[size][:, :tokens, :tokens].contiguous()  # the table itself where it is whole
 
 
 class _Bert:
