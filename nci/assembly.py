@@ -88,6 +88,8 @@ class Assembly:
         torch.manual_seed(self.config.train.seed)
         model = fresh_model(self.config, self.trie, self.values, self.query_encoder, self.vectors.shape[1])
         model.config.late = self.config.model.late if self.pieces is not None else 0.0
+        long = self.pieces is not None and self.pieces.further is not None
+        model.config.further = self.config.model.further if long else 0.0
         seen = None if seen_rows is None else self.seen(seen_rows)
         model.bind(self.trie, np.asarray(self.vectors, dtype=np.float32), seen, self.bias, self.moves)
         return model.to(device).eval()  # type: ignore[arg-type, no-any-return]

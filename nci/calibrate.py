@@ -1,10 +1,11 @@
 """Trained model + queries it has not seen -> the weights of the parts of its score.
 
 Training sees queries of some documents only, and weighs the parts as suits those. Here the queries of a tenth of the
-documents are withheld from a first build; afterwards eight numbers are fitted on them and on `dev`, documents with and
-without training queries counting the same: the weights of dense and lexical similarity and of late interaction, a constant
-for documents without any query, what often asked ones are ahead of the others, what hubs are behind them (`nci.hubs`), how far
-documents move towards their queries (`nci.rocchio`), and a factor on what the decoder says. That build has more documents
+documents are withheld from a first build; afterwards nine numbers are fitted on them and on `dev`, documents with and
+without training queries counting the same: the weights of dense and lexical similarity and of late interaction, what windows
+behind the opening of long documents count in the latter, a constant for documents without any query, what often asked ones are
+ahead of the others, what hubs are behind them (`nci.hubs`), how far documents move towards their queries (`nci.rocchio`), and a
+factor on what the decoder says. That build has more documents
 without queries than the index will have, which would hold the constant down: each of them counts as fewer. Knows no stages and
 no files.
 """
@@ -31,6 +32,7 @@ _AT_ONCE = 2**24  # numbers of the edges that are computed together
 _QUERIES = 256  # read together at most
 _MOST, _ENOUGH = 4000, 1000  # queries: more make no difference; so many are not worth waiting for more
 _KEPT_BACK = 2  # times as many documents give one query as give all of theirs
+_LEAST_SHARE = 0.05  # of further windows: less is none
 _WORTH = 2.0  # nats by which documents that move must make the queries likelier: chance alone gains a half
 _QUICK, _HELD = 2**25, 2**27  # numbers per query and node: a minute on a CPU; as many as memory has, times a handful
 
@@ -48,7 +50,8 @@ class Calibration:
         late: Weight of late interaction; 0 where there is none.
         hubs: Times `find_hubs`, added to the content score of every document.
         moves: Times `query_means`, added to the vectors of documents.
-        drawn_by: The weights that hubs are found with: dense, lexical, late, moves.
+        further: What a better window behind the opening of a document counts in late interaction, a share.
+        drawn_by: The weights that hubs are found with: dense, lexical, late, moves, further.
         found: R@1 of seen and unseen documents, before and after, and how many queries there were.
     """
 
@@ -60,11 +63,13 @@ class Calibration:
     late: float = 0.0
     hubs: float = 0.0
     moves: float = 0.0
-    drawn_by: Sequence[float] = (0.0, 0.0, 0.0, 0.0)
+    further: float = 0.0
+    drawn_by: Sequence[float] = (0.0, 0.0, 0.0, 0.0, 0.0)
     found: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        late = f", word pieces {self.late:.2f}" if self.late else ""
+        further = f" (further windows {self.further:.2f})" if self.further else ""
+        late = f", word pieces {self.late:.2f}{further}" if self.late else ""
         weights = f"dense {self.kappa:.2f}, BM25 {self.lexical:.2f}{late}, decoder {self.residual:.2f}"
         r1 = [
             f"{kind} {100 * self.found['before'][kind]:.1f} -> {100 * self.found['after'][kind]:.1f} ({count:,})"
@@ -82,7 +87,7 @@ class Calibration:
         assert model.anchor_weights is not None
         if model.config.late:  # which documents it compares stays as it was when the weights were fitted
             model.config.chosen_by = model.anchor_weights.exp().tolist()
-            model.config.late = self.late
+            model.config.late, model.config.further = self.late, self.further
         model.anchor_weights.copy_(torch.tensor([self.kappa, self.lexical]).log())
         model.head.out.weight.mul_(self.residual)
         if model.head.bias is not None:
@@ -156,6 +161,7 @@ class Evidence:
     targets: Tensor  # (queries,) leaves
     counts: Tensor  # (documents,) training queries of each, as floats
     moves: Tensor | None = None  # (queries, documents) by which the cosine changes if documents move all the way
+    nearer: Tensor | None = None  # (queries, documents) by how much a window behind the opening is nearer
     hubs: Tensor | None = None  # (documents,)
 
     @property
@@ -166,14 +172,16 @@ class Evidence:
     def scores(self, weights: Tensor) -> Tensor:
         """Content scores (queries, documents).
 
-        `weights`: log kappa, log lexical, constant, factor, lead of the popular, log late, lead of hubs, how far they move.
+        `weights`: log kappa, log lexical, constant, factor, lead of the popular, log late, lead of hubs, how far they move,
+        log odds of the share of further windows.
         """
         prior = weights[2] * self.unseen + weights[4] * self.counts.log1p()
         prior = prior if self.hubs is None else prior + weights[6] * self.hubs
         late = 0.0 if self.late is None else weights[5].exp()
         moves = 0.0 if self.moves is None else weights[7]
-        content = ContentParts(self.dense, self.lexical, self.late, self.moves)
-        return content.scores(weights[0].exp(), weights[1].exp(), late, moves) + prior
+        further = 0.0 if self.nearer is None else weights[8].sigmoid()
+        content = ContentParts(self.dense, self.lexical, self.late, self.moves, self.nearer)
+        return content.scores(weights[0].exp(), weights[1].exp(), late, moves, further) + prior
 
     def log_probs(self, weights: Tensor, tree_sum: TreeSum, fewer: float = 1.0) -> Tensor:
         """log p of each query's target: (queries,); only the siblings along its path count.
@@ -219,7 +227,7 @@ def gather(
         residual.append(torch.stack([log_probs.float() for log_probs, _ in levels], dim=1))
         children.append(torch.stack([child for _, child in levels], dim=1))
         own.append(torch.where(path >= 0, path - children[-1][:, :, 0], -1))
-    dense, lexical, late, changes = (
+    dense, lexical, late, changes, nearer = (
         None if parts[0] is None else torch.cat(cast("tuple[Tensor, ...]", parts))
         for parts in zip(*contents, strict=True)
     )
@@ -233,6 +241,7 @@ def gather(
         leaves,
         torch.as_tensor(counts, device=model.device).float(),
         changes,
+        nearer,
     )
 
 
@@ -272,11 +281,12 @@ def fit(
     evidence = gather(engine, [texts[i] for i in chosen], np.asarray(targets)[chosen], counts, moves)
     assert engine.model.anchor_weights is not None
     late = engine.model.config.late if evidence.late is not None else 1.0
-    others = torch.tensor([0.0, 1.0, 0.0, float(np.log(late)), 0.0, 0.0])
+    share = min(max(engine.model.config.further, _LEAST_SHARE), 1 - _LEAST_SHARE)
+    others = torch.tensor([0.0, 1.0, 0.0, float(np.log(late)), 0.0, 0.0, float(np.log(share / (1 - share)))])
     start = torch.cat([engine.model.anchor_weights.detach().float().cpu(), others]).to(evidence.dense.device)
     tree_sum = TreeSum(engine.trie).to(start.device)
     first = _likeliest(evidence, start, tree_sum, fewer)
-    drawn_by = (first.kappa, first.lexical, first.late, first.moves)
+    drawn_by = (first.kappa, first.lexical, first.late, first.moves, first.further)
     hubs = find_hubs(engine, known, drawn_by, moves)
     evidence = replace(evidence, hubs=torch.as_tensor(hubs, device=start.device))
     return replace(_likeliest(evidence, start, tree_sum, fewer), drawn_by=drawn_by), hubs
@@ -320,7 +330,9 @@ def _fit(evidence: Evidence, start: Tensor, tree_sum: TreeSum, fewer: float) -> 
     kappa, lexical, late = (float(fitted[place].exp()) for place in (0, 1, 5))
     unseen, residual, popular, hubs, moves = (float(fitted[place]) for place in (2, 3, 4, 6, 7))
     late = late if evidence.late is not None else 0.0
-    return Calibration(kappa, lexical, unseen, max(0.0, residual), popular, late, hubs, moves), value
+    further = float(fitted[8].sigmoid()) if evidence.nearer is not None else 0.0
+    further = further if further > _LEAST_SHARE else 0.0
+    return Calibration(kappa, lexical, unseen, max(0.0, residual), popular, late, hubs, moves, further), value
 
 
 def found_first(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import chain, islice
 from pathlib import Path
@@ -96,6 +97,12 @@ def embed_documents(
         np.save(out / "pieces" / "projection.npy", projection, allow_pickle=False)
         for name in ("codes", "lengths"):
             _assemble(files, name, out / "pieces" / f"{name}.npy")
+        further = out / "pieces" / "further"
+        shutil.rmtree(further, ignore_errors=True)  # of other settings
+        if config.windows > 1 and any(shard_rows(file, "further_codes") for file in files):
+            further.mkdir()
+            for name in ("codes", "lengths", "counts"):
+                _assemble(files, f"further_{name}", further / f"{name}.npy")
     return _assemble(files, "vectors", out / "vectors.npy")
 
 
@@ -143,10 +150,14 @@ def _worker_maker(
 ) -> Callable[[], Callable[..., Arrays]]:
     def make_worker() -> Callable[[Sequence[str]], Arrays]:
         encoder = _load(folder, config, device)
+        if projection is not None and config.windows > 1 and not encoder.tokenizer.is_fast:
+            log.warning("the tokenizer of %s cannot cut texts into windows: only their openings are read", folder)
 
         def work(texts: Sequence[str]) -> Arrays:
             if projection is not None:
-                found = encode_pieces(encoder, texts, projection, batch_size=config.batch_size, progress=report)
+                found = encode_pieces(
+                    encoder, texts, projection, batch_size=config.batch_size, windows=config.windows, progress=report
+                )
                 return found | {"vectors": found["vectors"].astype(dtype, copy=False)}
             vectors = encoder.encode(texts, role="document", batch_size=config.batch_size, progress=report)
             return {"vectors": vectors.astype(dtype, copy=False)}

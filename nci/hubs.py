@@ -33,14 +33,22 @@ class ContentParts(NamedTuple):
     lexical: Tensor | None  # as a share of the highest
     late: Tensor | None  # above the worst candidate
     moves: Tensor | None = None  # by which the cosine would change if documents moved all the way, see `nci.rocchio`
+    nearer: Tensor | None = None  # by how much a window behind the opening is nearer
 
     def scores(
-        self, kappa: float | Tensor, lexical: float | Tensor, late: float | Tensor, moves: float | Tensor = 0.0
+        self,
+        kappa: float | Tensor,
+        lexical: float | Tensor,
+        late: float | Tensor,
+        moves: float | Tensor = 0.0,
+        further: float | Tensor = 0.0,
     ) -> Tensor:
-        """All parts with their weights; `moves` is how far documents have moved."""
+        """All parts with their weights; `moves` is how far documents have moved, `further` the share of nearer windows."""
         total = kappa * (self.dense if self.moves is None else self.dense + moves * self.moves)
         total = total if self.lexical is None else total + lexical * self.lexical
-        return total if self.late is None else total + late * self.late
+        if self.late is None:
+            return total
+        return total + late * (self.late if self.nearer is None else self.late + further * self.nearer)
 
 
 def read_content(
@@ -55,7 +63,7 @@ def read_content(
     if engine.lexical is not None:
         lexical = torch.as_tensor(engine.lexical.normalised(texts), device=vectors.device)
     towards = None if moves is None else asked.float() @ moves.T
-    return queries, ContentParts(asked.float() @ vectors.T, lexical, queries.late, towards)
+    return queries, ContentParts(asked.float() @ vectors.T, lexical, queries.late, towards, queries.nearer)
 
 
 def in_batches(texts: Sequence[str], most: int) -> Iterator[slice]:
@@ -86,7 +94,7 @@ def find_hubs(
     Args:
         engine: Searches with a trained model.
         pairs: Texts and the leaves they ask for.
-        weights: Of the parts of the content score: dense, lexical, late, and how far documents have moved.
+        weights: Of the parts of the content score: dense, lexical, late, how far documents have moved, nearer windows.
         moves: (documents, width) by what they move.
     """
     asked: dict[str, set[int]] = {}

@@ -230,7 +230,8 @@ class Index:
         fresh = assembly.model(device=self.engine.device)
         if bias is not None and fresh.anchor_weights is not None and model.anchor_weights is not None:
             fresh.anchor_weights.data.copy_(model.anchor_weights)
-            fresh.config.late, fresh.config.chosen_by = model.config.late, model.config.chosen_by
+            for name in ("late", "further", "chosen_by"):
+                setattr(fresh.config, name, getattr(model.config, name))
         return replace(assembly.engine(fresh), max_length=self.engine.max_length)
 
     def vectors(self) -> NDArray[np.float32]:

@@ -142,14 +142,15 @@ class Making:
         return self.config.tune.epochs > 0 and some and self._can_be_tuned
 
     def tune_key(self, data: TrainingData) -> str:
-        config, embed = self.config, replace(self.config.embed, pieces=0)
+        config, embed = self.config, replace(self.config.embed, pieces=0, windows=1)
         encoder = encoder_fingerprint(fetch_encoder(embed.encoder))
         generated = data.generated if config.tune.generated else []
         tuned = (config.tune, data.real, generated) if self.tunes(data) else ()
         return content_key(self.corpus_key, embed, encoder, *tuned)
 
     def embed_key(self, data: TrainingData) -> str:
-        return content_key(self.tune_key(data), self.config.embed.pieces)
+        embed = self.config.embed
+        return content_key(self.tune_key(data), embed.pieces, embed.windows if embed.pieces else 1)
 
     def tree_key(self, data: TrainingData) -> str:
         real = data.real if self.config.tree.source == "queries" else 0

@@ -10,8 +10,9 @@ from transformers import PreTrainedConfig
 class NCIConfig(PreTrainedConfig):  # type: ignore[misc]
     """Shape of the network; the switches are explained in `nci.config.ModelConfig`.
 
-    `late` is 0 where an index has no word pieces. `chosen_by` are the weights of dense and lexical similarity by which late
-    interaction chooses its candidates, where calibration has changed those of the score.
+    `late` is 0 where an index has no word pieces, `further` where it has none behind the openings of documents. `chosen_by`
+    are the weights of dense and lexical similarity by which late interaction chooses its candidates, where calibration has
+    changed those of the score.
     """
 
     model_type = "nci"
@@ -35,6 +36,7 @@ class NCIConfig(PreTrainedConfig):  # type: ignore[misc]
         kappa: float = 20.0,
         lexical: float = 10.0,
         late: float = 0.0,
+        further: float = 0.0,
         chosen_by: list[float] | None = None,
         query_vector: str = "trained",
         content: bool = False,

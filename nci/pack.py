@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,8 @@ def write_generation(folder: Path, parts: Parts) -> dict[str, object]:
     if assembly.lexical is not None:
         assembly.lexical.save(folder / "lexical")
     if assembly.pieces is not None:
-        assembly.pieces.save(folder / "pieces")
+        kept = assembly.pieces if model.config.further else replace(assembly.pieces, further=None)
+        kept.save(folder / "pieces")
     (folder / "README.md").write_text(model_card(parts), encoding="utf-8")
     mask = os.umask(0)
     os.umask(mask)

@@ -68,12 +68,13 @@ class EmbedConfig(Section):
         encoder: "minilm", "mpnet" (all-mpnet-base-v2; needs packages of its own), a folder, or a name on the Hugging Face Hub.
         pooling: mean, cls or max over the tokens; auto reads what the encoder's folder says, else mean.
         normalise: Scale vectors to length 1.
-        max_length: Word pieces of a document that are read.
+        max_length: Word pieces of a document that are read, at once.
         batch_size: Documents per forward pass.
         shard_size: Documents per resumable shard.
         precision: auto takes bf16 where the device has it, which is twice as fast and as good; vectors stay float32.
         pieces: Also keep a vector of so many numbers, at most the encoder's, for every word piece of a document, for late
             interaction; 0 keeps none.
+        windows: Windows of a long document whose word pieces are kept; 1 keeps those of its opening, which its vector is of.
     """
 
     encoder: str = "minilm"
@@ -84,10 +85,11 @@ class EmbedConfig(Section):
     shard_size: int = 4096
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     pieces: int = 0
+    windows: int = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(self, {"pieces": 0}, "--embed.")
+        check_least(self, {"pieces": 0, "windows": 1}, "--embed.")
         check(
             self.max_length > 2, "--embed.max_length must be at least 3: word pieces between the two that mark the ends"
         )
@@ -164,10 +166,10 @@ class LexicalConfig(Section):
         check(self.k1 >= 0 and 0 <= self.b <= 1, "--lexical.k1 is at least 0 and --lexical.b from 0 to 1")
 
 
-INDEX_VERSION = 1
+INDEX_VERSION = 2
 """Part of the key of an index: raise it when the same weights begin to search in another way."""
 
-CALIBRATION_VERSION = 6
+CALIBRATION_VERSION = 7
 """Part of the key of all that is calibrated: raise it when equal queries begin to give other weights."""
 
 

@@ -46,6 +46,8 @@ def check_structure(index: Index) -> list[str]:
         problems.append(f"pieces: expected those of {documents} documents, found {len(pieces)}")
     if pieces is not None and not np.isfinite(pieces.projection).all():
         problems.append("pieces/projection.npy: holds values that are not finite")
+    if index.engine.model.config.further and (pieces is None or pieces.further is None):
+        problems.append("pieces/further: is missing, though the model reads it")
     for name, parameter in index.engine.model.named_parameters():
         if not bool(parameter.isfinite().all()):
             problems.append(f"model.safetensors: {name} holds values that are not finite")

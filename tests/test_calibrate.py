@@ -196,7 +196,7 @@ def test_hubs_are_found_by_the_weights_that_were_best_without(engine: Engine) ->
     without, nothing = fit(engine, TEXTS, targets, counts)
     found, hubs = fit(engine, TEXTS, targets, counts, known=known)
     assert not nothing.any()
-    assert found.drawn_by == without.drawn_by == (without.kappa, without.lexical, without.late, 0.0)
+    assert found.drawn_by == without.drawn_by == (without.kappa, without.lexical, without.late, 0.0, 0.0)
     np.testing.assert_allclose(hubs, find_hubs(engine, known, found.drawn_by))
 
 

@@ -182,7 +182,8 @@ def test_only_candidates_are_compared_and_the_worst_gets_nothing(
 ) -> None:
     pieces, asked = some
     scores = torch.randn(3, 6)
-    chosen, above = scores_of(pieces, candidates).above(scores, asked)
+    chosen, above, nearer = scores_of(pieces, candidates).best(scores, asked)
+    assert nearer is None
     count = min(candidates, 6)
     assert chosen.shape == above.shape == (3, count)
     wanted = all_by_hand(pieces, asked)

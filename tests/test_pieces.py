@@ -29,7 +29,7 @@ NUMBERS = 8  # per piece
 
 @pytest.fixture
 def config(encoder: Path) -> EmbedConfig:
-    return EmbedConfig(encoder=str(encoder), max_length=20, batch_size=7, shard_size=25, pieces=NUMBERS)
+    return EmbedConfig(encoder=str(encoder), max_length=20, batch_size=7, shard_size=25, pieces=NUMBERS, windows=1)
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,18 @@ What is done with passages and pairs is `nci.contrastive`. Knows nothing of weig
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nci.baselines.settings import DualSettings
 from nci.contrastive_data import Passages, Tokens
-from nci.encoders import CHARS_PER_PIECE, TextEncoder
 from nci.errors import ConfigError
 from nci.records import Document
+from nci.windows import places_of_pieces, room_for_text
+
+if TYPE_CHECKING:
+    from nci.encoders import TextEncoder
 
 
 def cut_passages(documents: Sequence[Document], encoder: TextEncoder, settings: DualSettings) -> Passages:
@@ -23,8 +27,7 @@ def cut_passages(documents: Sequence[Document], encoder: TextEncoder, settings: 
         texts = [f"{each.title} {between} {each.text}" if each.title else each.text for each in documents]
         tokens = encoder.tokenize([prompt + text for text in texts], settings.max_length)
         return Passages(Tokens.of(tokens), np.arange(len(documents) + 1))
-    # An empty text keeps prompt and special tokens only: what they leave is the room for the passage.
-    room = min(settings.max_length, encoder.max_length) - len(encoder.tokenize([prompt])[0])
+    room = room_for_text(encoder, min(settings.max_length, encoder.max_length))
     if room < 1:
         raise ConfigError(f"max_length {settings.max_length} leaves no room beside the encoder's own tokens")
     texts, counts = [], []
@@ -37,10 +40,7 @@ def cut_passages(documents: Sequence[Document], encoder: TextEncoder, settings: 
 
 
 def _spans(text: str, encoder: TextEncoder, room: int, most: int) -> Iterator[str]:
-    text = text[: most * room * CHARS_PER_PIECE]
-    # not verbose: it would warn of a text that is longer than the model, which is why it is cut here
-    found = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    pieces = found["offset_mapping"]
+    pieces = places_of_pieces(encoder, text, most * room)
     for start in range(0, min(len(pieces), most * room), room):
         inside = pieces[start : start + room]
         yield text[inside[0][0] : inside[-1][1]]

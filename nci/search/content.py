@@ -112,7 +112,7 @@ class Content:
         kappa, weight = model.anchor_weights.detach().float().exp().tolist()
         self.kappa, self.weight = float(kappa), float(weight)
         self.exact = model.config.anchor == "exact"
-        self.late, self.late_weight = late, float(model.config.late)
+        self.late, self.late_weight, self.further = late, float(model.config.late), float(model.config.further)
         self.choosing = model.config.chosen_by or (self.kappa, self.weight)  # weights by which late chooses
         self.device = device
         self.lexical = lexical if self.exact else None
@@ -146,7 +146,7 @@ class Content:
             first = products * self.choosing[0]
             if words is not None:
                 first.add_(words.T, alpha=self.choosing[1])
-            late = self.late.above(first.T, asked)
+            late = self.late.best(first.T, asked)
         if self.moves is not None:
             products.add_(self.moves(query_vectors))
         scores = products.mul_(self.kappa)
@@ -155,8 +155,8 @@ class Content:
         if self.bias is not None:
             scores.add_(self.bias)
         if late is not None:
-            chosen, above = late
-            scores.scatter_add_(0, chosen.T, above.T * self.late_weight)
+            above = late.above if late.nearer is None else late.above + self.further * late.nearer
+            scores.scatter_add_(0, late.documents.T, above.T * self.late_weight)
         return self.sums(scores).T
 
 

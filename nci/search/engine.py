@@ -262,15 +262,18 @@ class Engine:
         """Everything about some queries that does not depend on the beam, by the model's own modules."""
         model = self.reference
         queries, vectors, asked = self._read(texts)
-        lexical, late = None, None
+        lexical = late = nearer = both = None
         if self.lexical is not None:
             lexical = torch.as_tensor(self.lexical.normalised(texts), device=self.device)
         if self.late is not None:
             first = model.document_scores(asked, lexical, choosing=True)
-            chosen, above = self.late.above(first, queries)
-            late = torch.zeros_like(first).scatter_(1, chosen, above)
-        mask = queries.mask.long()
-        return EncodedQueries(queries.states, mask, vectors, model.anchors(asked, lexical, late=late), late)
+            found = self.late.best(first, queries)
+            both = late = found.spread(first, found.above)
+            if found.nearer is not None:
+                nearer = found.spread(first, found.nearer)
+                both = late + model.config.further * nearer
+        anchors = model.anchors(asked, lexical, late=both)
+        return EncodedQueries(queries.states, queries.mask.long(), vectors, anchors, late, nearer)
 
     @torch.inference_mode()
     def query_vectors(self, texts: Sequence[str]) -> Tensor:

@@ -3,7 +3,11 @@
     late(q, d) = mean over the pieces of q of the best cosine with a piece of d
 
 Only the best documents of each query by the other parts of the content score are compared, and what is added to a score
-is how far a document is above the worst of these: the others lose nothing that they might have had. No training.
+is how far a document is above the worst of these: the others lose nothing that they might have had.
+
+Of a long document that is its opening. Where the windows behind it are kept, too, a candidate gains by a better one among
+them, a share of by how much the best is nearer. One window at a time: all pieces of a long text together have a good match
+for anything. Knows no weights and no training.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nci.pieces import UNIT, PieceVectors, project, shares
+from nci.pieces import UNIT, PieceVectors, Windows, project, shares
 from nci.search.linear import Precision
 
 _NUMBERS_AT_ONCE = 2**27  # codes that are compared together
@@ -29,6 +33,18 @@ class Asked(NamedTuple):
     states: Tensor  # (queries, tokens, width of the encoder)
     ids: Tensor  # (queries, tokens)
     mask: Tensor  # (queries, tokens) true where there is a token
+
+
+class Compared(NamedTuple):
+    """Candidates of some queries, each (queries, candidates)."""
+
+    documents: Tensor
+    above: Tensor  # how far the opening of each is above the worst of them
+    nearer: Tensor | None = None  # by how much the best window behind it is nearer, where there are any
+
+    def spread(self, scores: Tensor, values: Tensor) -> Tensor:
+        """Values of the candidates among those of all documents, of the shape of `scores`; 0 for the others."""
+        return torch.zeros_like(scores).scatter_(1, self.documents, values)
 
 
 class LateScores:
@@ -60,16 +76,22 @@ class LateScores:
         # what a GPU multiplies fast, and what a CPU does
         self.dtype = torch.float32 if device == "cpu" else torch.float16
         self.int8 = precision == "int8" and device == "cpu" and pieces.codes.shape[1] >= 16
+        self.further: Further | None = None
+        if (windows := pieces.further) is not None:
+            each = PieceVectors(windows.codes, windows.starts, windows.lengths, pieces.projection)
+            late = LateScores(each, special, candidates=1, device=device, precision=precision)
+            self.further = Further(late, windows)
 
-    def above(self, scores: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-        """Candidates of each query, and how far each is above the worst of them: 2 x (queries, candidates).
+    def best(self, scores: Tensor, asked: Asked) -> Compared:
+        """The best documents of each query, compared.
 
         Args:
             scores: (queries, documents) by which candidates are chosen.
         """
         chosen = scores.topk(self.candidates, dim=1).indices
         similar = self.compare(asked, chosen)
-        return chosen, similar - similar.amin(1, keepdim=True)
+        nearer = None if self.further is None else self.further.nearer(asked, chosen, similar)
+        return Compared(chosen, similar - similar.amin(1, keepdim=True), nearer)
 
     def compare(self, asked: Asked, chosen: Tensor) -> Tensor:
         """late(q, d) of some documents (queries, documents) of each query."""
@@ -108,6 +130,30 @@ class LateScores:
         rows, shape = self._rows(chosen)
         cosines = torch._int_mm(rows, asked.T.contiguous())  # (documents x longest, tokens)
         return cosines.view(*shape, -1).amax(2).float() * scale.T
+
+
+class Further:
+    """Windows behind the openings of documents, each compared like a document of its own."""
+
+    def __init__(self, late: LateScores, windows: Windows) -> None:
+        self.late = late
+        self.first = torch.as_tensor(windows.first, device=late.device)
+        self.counts = torch.as_tensor(windows.counts, device=late.device)
+        self.steps = torch.arange(int(windows.counts.max()), device=late.device)
+
+    def nearer(self, asked: Asked, chosen: Tensor, opening: Tensor) -> Tensor:
+        """By how much the best window is nearer than the opening (queries, documents), 0 where none is."""
+        there = self.steps < self.counts[chosen].unsqueeze(-1)  # (queries, documents, most windows)
+        windows = (self.first[chosen].unsqueeze(-1) + self.steps).masked_fill(~there, 0)
+        if self.late.device != "cpu":  # one shape for all
+            similar = self.late.compare(asked, windows.flatten(1)).view(there.shape)
+        else:  # nothing in vain
+            similar = torch.zeros(there.shape)
+            for i in there.any(2).any(1).nonzero().flatten().tolist():
+                query = Asked(asked.states[i : i + 1], asked.ids[i : i + 1], asked.mask[i : i + 1])
+                similar[i, there[i]] = self.late.compare(query, windows[i, there[i]].unsqueeze(0))[0]
+        best = similar.masked_fill(~there, -torch.inf).amax(2)
+        return (best - opening).clamp(min=0)
 
 
 def mapped(array: NDArray[Any] | None) -> Tensor:

@@ -24,7 +24,8 @@ class EncodedQueries:
     mask: Tensor  # (queries, tokens)
     vectors: Tensor | None = None  # (queries, width)
     anchors: Tensor | None = None  # (queries, nodes)
-    late: Tensor | None = None  # (queries, documents) what late interaction finds, before its weight
+    late: Tensor | None = None  # (queries, documents) what late interaction finds in openings, before its weight
+    nearer: Tensor | None = None  # (queries, documents) and in the windows behind them, before its share
 
 
 @dataclass(frozen=True)
