@@ -1,13 +1,12 @@
 """Trained model + queries it has not seen -> the weights of the parts of its score.
 
-Training sees queries of some documents only, and weighs the parts as suits those. Here the queries of a tenth of the
-documents are withheld from a first build; afterwards nine numbers are fitted on them and on `dev`, documents with and
-without training queries counting the same: the weights of dense and lexical similarity and of late interaction, what windows
-behind the opening of long documents count in the latter, a constant for documents without any query, what often asked ones are
-ahead of the others, what hubs are behind them (`nci.hubs`), how far documents move towards their queries (`nci.rocchio`), and a
-factor on what the decoder says. That build has more documents
-without queries than the index will have, which would hold the constant down: each of them counts as fewer. Knows no stages and
-no files.
+Training sees queries of some documents only, and weighs the parts as suits those. Here the queries of a tenth of the documents
+are withheld from a first build; afterwards nine numbers are fitted on them and on `dev`, documents with and without training
+queries counting the same: the weights of dense and lexical similarity and of late interaction, what windows behind the opening
+of long documents count in the latter, a constant for documents without any query, what often asked ones are ahead of the
+others, what hubs are behind them (`nci.hubs`), how far documents move towards their queries (`nci.rocchio`), and a factor on
+what the decoder says. That build has more documents without queries than the index will have, which would hold the constant
+down: each of them counts as fewer. Knows no stages and no files.
 """
 
 from __future__ import annotations
@@ -80,6 +79,11 @@ class Calibration:
             f"unseen {self.unseen:+.2f}, often asked {self.popular:+.2f}, hubs {self.hubs:+.2f}, moved {self.moves:.2f}"
         )
         return f"{weights}, {priors}{changed}"
+
+    @property
+    def reads_queries(self) -> bool:
+        """Whether documents move, in the score or in that by which hubs are found."""
+        return bool(self.moves or self.drawn_by[3])
 
     @torch.no_grad()
     def apply(self, model: NCIModel) -> None:
@@ -281,8 +285,7 @@ def fit(
     evidence = gather(engine, [texts[i] for i in chosen], np.asarray(targets)[chosen], counts, moves)
     assert engine.model.anchor_weights is not None
     late = engine.model.config.late if evidence.late is not None else 1.0
-    share = min(max(engine.model.config.further, _LEAST_SHARE), 1 - _LEAST_SHARE)
-    others = torch.tensor([0.0, 1.0, 0.0, float(np.log(late)), 0.0, 0.0, float(np.log(share / (1 - share)))])
+    others = torch.tensor([0.0, 1.0, 0.0, float(np.log(late)), 0.0, 0.0, 0.0])
     start = torch.cat([engine.model.anchor_weights.detach().float().cpu(), others]).to(evidence.dense.device)
     tree_sum = TreeSum(engine.trie).to(start.device)
     first = _likeliest(evidence, start, tree_sum, fewer)

@@ -83,7 +83,9 @@ def embed_documents(
         projection = _projection(folder, config, [d.content for d in sample], out, key=key, device=device)
     files = map_shards(
         _worker_maker(folder, config, projection, device=device, dtype=dtype),
-        _shards(documents, config.shard_size, key=key),
+        _shards(
+            documents, max(1, config.shard_size // config.windows if config.pieces else config.shard_size), key=key
+        ),
         out / "shards",
         engine=engine,
         describe="embed" if progress else None,

@@ -29,7 +29,6 @@ from nci.errors import ConfigError, MissingModelError, MissingPackageError
 from nci.lean import make_lean
 from nci.progress import hide_bars
 from nci.runtime import quiet
-from nci.windows import CHARS_PER_PIECE
 
 Pooling = Literal["mean", "cls", "max", "lasttoken"]
 Vectors = NDArray[np.float32]
@@ -44,6 +43,7 @@ _PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpu
 _MASKED_ALIKE = ("bert", "roberta", "xlm-roberta")  # encoders whose layers all take the same mask
 _BLOCK = 8192  # texts tokenised at once: enough for sorting by length to pay, little enough for any corpus
 _UNLIMITED = 10**6  # transformers writes "no limit" as a number without meaning
+CHARS_PER_PIECE = 16  # English has 4 to 5: as much text as can matter is tokenised, not a whole book
 
 
 def find_encoder(name: str | Path) -> Path | str:

@@ -67,7 +67,7 @@ class ModelConfig(Section):
         kappa: Start value of the weight of the dense similarity; trained.
         lexical: Start value of the weight of the lexical score; trained.
         late: Weight of late interaction, where word pieces are kept (--embed.pieces); calibrated, not trained.
-        further: What a better window behind the opening of a long document counts in it, 0 for nothing; calibrated, too.
+        further: What a better window behind the opening of a long document counts in it, a share: calibrated, but for 0.
         query_vector: Vector behind the anchor: of the trained encoder, of the stored one, or what dev prefers.
         content: Let the mean vector of the documents below a child speak in its logit.
         edge_bias: Give every edge a bias of its own.
@@ -120,7 +120,7 @@ class ModelConfig(Section):
         )
         for name in ("kappa", "lexical", "late"):
             check(getattr(self, name) > 0, f"--model.{name} is positive, not {getattr(self, name)}")
-        check(self.further >= 0, f"--model.further is at least 0, not {self.further}")
+        check(0 <= self.further <= 1, f"--model.further is a share, from 0 to 1, not {self.further}")
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def _build(
         report["query_vector"] = assembly.better_query_vector(model, data.dev)
     if calibration is not None:
         searching, known = assembly.engine(model), _known(made, data)
-        moves = query_means(searching, known if calibration.moves or calibration.drawn_by[-1] else ())
+        moves = query_means(searching, known if calibration.reads_queries else ())
         hubs = find_hubs(searching, known, calibration.drawn_by, moves)
         counts = assembly.counts([row for _, row in data.real])
         assembly = _calibrated(assembly, calibration, counts, hubs, moves)

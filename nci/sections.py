@@ -68,9 +68,9 @@ class EmbedConfig(Section):
         encoder: "minilm", "mpnet" (all-mpnet-base-v2; needs packages of its own), a folder, or a name on the Hugging Face Hub.
         pooling: mean, cls or max over the tokens; auto reads what the encoder's folder says, else mean.
         normalise: Scale vectors to length 1.
-        max_length: Word pieces of a document that are read, at once.
+        max_length: Word pieces of a document that are read at once.
         batch_size: Documents per forward pass.
-        shard_size: Documents per resumable shard.
+        shard_size: Documents per resumable shard, where one window is read of each; fewer where there are more.
         precision: auto takes bf16 where the device has it, which is twice as fast and as good; vectors stay float32.
         pieces: Also keep a vector of so many numbers, at most the encoder's, for every word piece of a document, for late
             interaction; 0 keeps none.

@@ -95,6 +95,7 @@ def changed(section: str, name: str) -> Config:
         "calibrate.share": {"calibrate": {"share": 0.5}},
         "lexical.b": {"lexical": {"b": 0.5}},
         "model.dropout": {"model": {"dropout": 0.5}},
+        "model.further": {"model": {"further": 0.5}},
     }
     if f"{section}.{name}" in special:
         for part, fields in special[f"{section}.{name}"].items():

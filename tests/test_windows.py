@@ -235,8 +235,8 @@ def test_a_document_gains_by_the_best_of_its_windows(counts: list[int], device: 
     assert (wanted > 0).any()
     assert (wanted[:, np.array(counts) == 0] == 0).all()
     late = LateScores(pieces, [0, 1, 2], candidates=6, device="cpu")
-    assert late.further is not None
-    late.device = late.further.late.device = device
+    assert late.windows is not None
+    late.device = late.windows.late.device = device
     chosen, above, nearer = late.best(torch.randn(3, 6), asked)
     assert nearer is not None
     np.testing.assert_allclose(nearer.numpy(), np.take_along_axis(wanted, chosen.numpy(), axis=1), atol=2e-5)
@@ -328,6 +328,6 @@ def test_without_calibration_they_count_as_the_settings_say(make: Callable[..., 
     index = Index(make(model={"further": share}))
     assert index.engine.model.config.further == share
     assert index.engine.late is not None
-    assert (index.engine.late.further is not None) == (share > 0)
+    assert (index.engine.late.windows is not None) == (share > 0)
     assert (index.generation / "pieces" / "further").exists() == (share > 0)
     assert index.verify(2) == []

@@ -6,18 +6,15 @@ What is done with passages and pairs is `nci.contrastive`. Knows nothing of weig
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nci.baselines.settings import DualSettings
 from nci.contrastive_data import Passages, Tokens
+from nci.encoders import TextEncoder
 from nci.errors import ConfigError
 from nci.records import Document
 from nci.windows import places_of_pieces, room_for_text
-
-if TYPE_CHECKING:
-    from nci.encoders import TextEncoder
 
 
 def cut_passages(documents: Sequence[Document], encoder: TextEncoder, settings: DualSettings) -> Passages:
@@ -40,7 +37,7 @@ def cut_passages(documents: Sequence[Document], encoder: TextEncoder, settings: 
 
 
 def _spans(text: str, encoder: TextEncoder, room: int, most: int) -> Iterator[str]:
-    pieces = places_of_pieces(encoder, text, most * room)
+    (pieces,) = places_of_pieces(encoder, [text], most * room)
     for start in range(0, min(len(pieces), most * room), room):
         inside = pieces[start : start + room]
         yield text[inside[0][0] : inside[-1][1]]

@@ -22,12 +22,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from nci.baselines import Baseline, Searcher, Shelf, folder
 from nci.baselines.settings import RerankSettings
-from nci.encoders import fetch_encoder, read_settings
+from nci.encoders import CHARS_PER_PIECE, fetch_encoder, read_settings
 from nci.errors import ConfigError, DataError, MissingModelError
 from nci.progress import hide_bars
 from nci.records import Document, Hit, Hits
 from nci.runtime import quiet, uses_bf16
-from nci.windows import CHARS_PER_PIECE
 
 _TOGETHER = 64  # queries whose pairs share batches
 # What a family of models calls the layers between its encoder and a class.

@@ -112,7 +112,7 @@ class Content:
         kappa, weight = model.anchor_weights.detach().float().exp().tolist()
         self.kappa, self.weight = float(kappa), float(weight)
         self.exact = model.config.anchor == "exact"
-        self.late, self.late_weight, self.further = late, float(model.config.late), float(model.config.further)
+        self.late, self.late_weight, self.share = late, float(model.config.late), float(model.config.further)
         self.choosing = model.config.chosen_by or (self.kappa, self.weight)  # weights by which late chooses
         self.device = device
         self.lexical = lexical if self.exact else None
@@ -155,8 +155,7 @@ class Content:
         if self.bias is not None:
             scores.add_(self.bias)
         if late is not None:
-            above = late.above if late.nearer is None else late.above + self.further * late.nearer
-            scores.scatter_add_(0, late.documents.T, above.T * self.late_weight)
+            scores.scatter_add_(0, late.documents.T, late.together(self.share).T * self.late_weight)
         return self.sums(scores).T
 
 

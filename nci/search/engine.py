@@ -113,7 +113,8 @@ class Engine:
             return None
         precision = choose_precision(self.precision, self.device)
         special = special_pieces(self.tokenizer)
-        return LateScores(self.pieces, special, candidates=self.candidates, device=self.device, precision=precision)
+        pieces = self.pieces if self.model.config.further else replace(self.pieces, further=None)
+        return LateScores(pieces, special, candidates=self.candidates, device=self.device, precision=precision)
 
     @cached_property
     def reference(self) -> NCIModel:
@@ -268,10 +269,8 @@ class Engine:
         if self.late is not None:
             first = model.document_scores(asked, lexical, choosing=True)
             found = self.late.best(first, queries)
-            both = late = found.spread(first, found.above)
-            if found.nearer is not None:
-                nearer = found.spread(first, found.nearer)
-                both = late + model.config.further * nearer
+            late, both = (found.spread(first, each) for each in (found.above, found.together(model.config.further)))
+            nearer = None if found.nearer is None else found.spread(first, found.nearer)
         anchors = model.anchors(asked, lexical, late=both)
         return EncodedQueries(queries.states, queries.mask.long(), vectors, anchors, late, nearer)
 

@@ -42,6 +42,10 @@ class Compared(NamedTuple):
     above: Tensor  # how far the opening of each is above the worst of them
     nearer: Tensor | None = None  # by how much the best window behind it is nearer, where there are any
 
+    def together(self, share: float) -> Tensor:
+        """What each candidate gets, a nearer window counting a share."""
+        return self.above if self.nearer is None else self.above + share * self.nearer
+
     def spread(self, scores: Tensor, values: Tensor) -> Tensor:
         """Values of the candidates among those of all documents, of the shape of `scores`; 0 for the others."""
         return torch.zeros_like(scores).scatter_(1, self.documents, values)
@@ -76,11 +80,11 @@ class LateScores:
         # what a GPU multiplies fast, and what a CPU does
         self.dtype = torch.float32 if device == "cpu" else torch.float16
         self.int8 = precision == "int8" and device == "cpu" and pieces.codes.shape[1] >= 16
-        self.further: Further | None = None
-        if (windows := pieces.further) is not None:
-            each = PieceVectors(windows.codes, windows.starts, windows.lengths, pieces.projection)
+        self.windows: WindowScores | None = None
+        if (further := pieces.further) is not None:
+            each = PieceVectors(further.codes, further.starts, further.lengths, pieces.projection)
             late = LateScores(each, special, candidates=1, device=device, precision=precision)
-            self.further = Further(late, windows)
+            self.windows = WindowScores(late, further)
 
     def best(self, scores: Tensor, asked: Asked) -> Compared:
         """The best documents of each query, compared.
@@ -90,7 +94,7 @@ class LateScores:
         """
         chosen = scores.topk(self.candidates, dim=1).indices
         similar = self.compare(asked, chosen)
-        nearer = None if self.further is None else self.further.nearer(asked, chosen, similar)
+        nearer = None if self.windows is None else self.windows.nearer(asked, chosen, similar)
         return Compared(chosen, similar - similar.amin(1, keepdim=True), nearer)
 
     def compare(self, asked: Asked, chosen: Tensor) -> Tensor:
@@ -100,6 +104,9 @@ class LateScores:
 
     def cosines(self, asked: Asked, chosen: Tensor) -> Tensor:
         """Best cosine of each piece of a query with a piece of each of its documents: (queries, documents, tokens)."""
+        most = max(1, _NUMBERS_AT_ONCE // (self.longest * self.codes.shape[1]))
+        if chosen.shape[1] > most:
+            return torch.cat([self.cosines(asked, part) for part in torch.split(chosen, most, dim=1)], dim=1)
         pieces = project(asked.states, self.directions).to(self.dtype)  # (queries, tokens, width)
         numbers = chosen.shape[1] * self.longest * self.codes.shape[1]
         step = max(1, _NUMBERS_AT_ONCE // numbers) if self.device != "cpu" else 1
@@ -132,14 +139,14 @@ class LateScores:
         return cosines.view(*shape, -1).amax(2).float() * scale.T
 
 
-class Further:
+class WindowScores:
     """Windows behind the openings of documents, each compared like a document of its own."""
 
-    def __init__(self, late: LateScores, windows: Windows) -> None:
+    def __init__(self, late: LateScores, further: Windows) -> None:
         self.late = late
-        self.first = torch.as_tensor(windows.first, device=late.device)
-        self.counts = torch.as_tensor(windows.counts, device=late.device)
-        self.steps = torch.arange(int(windows.counts.max()), device=late.device)
+        self.first = torch.as_tensor(further.first, device=late.device)
+        self.counts = torch.as_tensor(further.counts, device=late.device)
+        self.steps = torch.arange(int(further.counts.max()), device=late.device)
 
     def nearer(self, asked: Asked, chosen: Tensor, opening: Tensor) -> Tensor:
         """By how much the best window is nearer than the opening (queries, documents), 0 where none is."""
