@@ -27,7 +27,7 @@ from nci.errors import DataError, IndexCorruptError
 from nci.index import Index
 from nci.lexical import LexicalScores
 from nci.model import NCIModel
-from nci.pieces import UNIT, PieceVectors
+from nci.pieces import UNIT, PieceVectors, Windows
 from nci.rocchio import query_means
 from nci.search import Engine, score_all
 from nci.search import late as late_module
@@ -82,6 +82,34 @@ def by_hand(pieces: PieceVectors, query: int, asked: Asked, document: int) -> fl
 def all_by_hand(pieces: PieceVectors, asked: Asked) -> Floats:
     """(queries, documents)"""
     return np.array([[by_hand(pieces, q, asked, d) for d in range(len(pieces))] for q in range(len(asked.ids))])
+
+
+def with_windows(opening: PieceVectors, counts: Sequence[int], seed: int) -> PieceVectors:
+    """Windows of one to four pieces behind the openings of some documents."""
+    rng = np.random.default_rng(seed)
+    number, lengths = np.array(counts, np.int64), rng.integers(1, 5, sum(counts))
+    units = rng.standard_normal((lengths.sum(), opening.codes.shape[1]))
+    codes = np.rint(UNIT * units / np.linalg.norm(units, axis=1, keepdims=True)).astype(np.int8)
+    return dataclasses.replace(opening, further=Windows(codes, lengths, np.cumsum(number) - number, number))
+
+
+def windows_of(pieces: PieceVectors, document: int) -> list[PieceVectors]:
+    """Each window of a document as a document of its own."""
+    if pieces.further is None:
+        return []
+    each = np.split(np.asarray(pieces.further.codes), np.cumsum(pieces.further.lengths)[:-1])
+    first = int(pieces.further.first[document])
+    some = each[first : first + int(pieces.further.counts[document])]
+    return [PieceVectors(codes, np.array([0]), np.array([len(codes)]), pieces.projection) for codes in some]
+
+
+def nearer_by_hand(pieces: PieceVectors, asked: Asked) -> NDArray[np.float64]:
+    """By how much the best window of each document is nearer than its opening: (queries, documents)."""
+    opening, found = all_by_hand(pieces, asked), np.zeros((len(asked.ids), len(pieces)))
+    for document in range(len(pieces)):
+        for one in windows_of(pieces, document):
+            found[:, document] = np.maximum(found[:, document], all_by_hand(one, asked)[:, 0] - opening[:, document])
+    return found
 
 
 def scores_of(pieces: PieceVectors, candidates: int = 100) -> LateScores:
@@ -204,6 +232,7 @@ DOCUMENTS = [
     "under the tree", "moon star", "dog cat bird",
 ]  # fmt: skip
 LENGTHS = [3, 1, 2, 5, 2, 3, 4, 1, 3, 2, 6]
+WINDOWS = [2, 0, 3, 1, 0, 0, 1, 2, 0, 1, 3]  # behind each opening, where there are any
 CASES: dict[str, dict[str, Any]] = {
     "folded": {"head": "additive", "content": True, "edge_bias": True},
     "by its modules": {"head": "product", "adapter_start": "query"},
@@ -212,11 +241,18 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def make_engine(make_model: MakeModel, tokenizer: Any, unit_vectors: Vectors) -> MakeEngine:
+    return engine_maker(make_model, tokenizer, unit_vectors)
+
+
+def engine_maker(make_model: MakeModel, tokenizer: Any, unit_vectors: Vectors) -> MakeEngine:
     """An engine in float32 whose documents have random pieces; keyword arguments are those of the model."""
 
-    def make(*, candidates: int = 5, lexical: bool = True, bias: bool = True, **options: Any) -> Engine:
+    def make(
+        *, candidates: int = 5, lexical: bool = True, bias: bool = True, windows: Sequence[int] = (), **options: Any
+    ) -> Engine:
         model = make_model(**{"anchor": "exact", "late": 6.0, **options})
         documents = model.tables.trie.documents
+        pieces = random_pieces(LENGTHS, 16, 5)
         added = np.linspace(-1, 1, documents).astype(np.float32) if bias else None
         vectors = DocumentVectors(unit_vectors(documents), bias=added)
         model.bind(model.tables.trie, vectors.values, bias=added)
@@ -226,7 +262,7 @@ def make_engine(make_model: MakeModel, tokenizer: Any, unit_vectors: Vectors) ->
             model.tables.trie,
             vectors=vectors,
             lexical=LexicalScores.build(DOCUMENTS) if lexical else None,
-            pieces=random_pieces(LENGTHS, 16, 5),
+            pieces=with_windows(pieces, windows, seed=4) if windows else pieces,
             candidates=candidates,
             precision="fp32",
         )
@@ -258,6 +294,9 @@ def content_by_hand(engine: Engine, text: str, choosing: Sequence[float] | None 
     similar = np.array([by_hand_in(engine, pieces, asked, document) for document in chosen])
     late = np.zeros(len(cosines))
     late[chosen] = similar - similar.min()
+    for document, opening in zip(chosen, similar, strict=True):
+        best = max((by_hand_in(engine, one, asked, 0) for one in windows_of(pieces, document)), default=opening)
+        late[document] += model.config.further * max(0.0, best - opening)
     bias = 0.0 if vectors.bias is None else vectors.bias
     out: Floats = kappa * cosines + weight * words + bias + model.config.late * late
     return out
@@ -274,11 +313,12 @@ def by_hand_in(engine: Engine, pieces: PieceVectors, asked: Asked, document: int
 
 @pytest.mark.parametrize("candidates", [5, 100])
 @pytest.mark.parametrize("chosen_by", [None, [0.5, 9.0]], ids=str)
+@pytest.mark.parametrize("more", [{}, {"windows": WINDOWS, "further": 0.7}], ids=["openings", "windows"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_content_score_has_it(
-    make_engine: MakeEngine, case: str, candidates: int, chosen_by: list[float] | None
+    make_engine: MakeEngine, case: str, candidates: int, chosen_by: list[float] | None, more: dict[str, Any]
 ) -> None:
-    engine = make_engine(**CASES[case], candidates=candidates, chosen_by=chosen_by)
+    engine = make_engine(**CASES[case], **more, candidates=candidates, chosen_by=chosen_by)
     for text in TEXTS:
         wanted = content_by_hand(engine, text, chosen_by)
         found = [parts["content"] for parts in engine.explain(text, range(11))]
@@ -299,9 +339,10 @@ def test_calibrated_weights_do_not_choose_the_candidates(make_engine: MakeEngine
 
 
 @pytest.mark.parametrize("lexical", [True, False])
+@pytest.mark.parametrize("more", [{}, {"windows": WINDOWS, "further": 0.7}], ids=["openings", "windows"])
 @pytest.mark.parametrize("case", CASES)
-def test_every_search_has_it(make_engine: MakeEngine, case: str, lexical: bool) -> None:
-    engine = make_engine(**CASES[case], lexical=lexical, chosen_by=[2.0, 1.0])
+def test_every_search_has_it(make_engine: MakeEngine, case: str, lexical: bool, more: dict[str, Any]) -> None:
+    engine = make_engine(**CASES[case], **more, lexical=lexical, chosen_by=[2.0, 1.0])
     fast = engine.search(TEXTS, k=11, beam=11)
     whole = engine.search(TEXTS, k=11, beam=11, mode="exhaustive")
     without = dataclasses.replace(engine, pieces=None).search(TEXTS, k=11, beam=11)

@@ -13,26 +13,44 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from test_late import all_by_hand, random_pieces, random_queries
+from test_late import (
+    WINDOWS,
+    MakeEngine,
+    engine_maker,
+    many_texts,
+    nearer_by_hand,
+    random_pieces,
+    random_queries,
+    windows_of,
+    with_windows,
+)
 from tiny import make_documents, tiny_config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import nci
-from nci.calibrate import Calibration
-from nci.config import EmbedConfig
+from nci.calibrate import Calibration, fit, gather
+from nci.config import EmbedConfig, ModelConfig
 from nci.embed import embed_documents
 from nci.encoders import TextEncoder
 from nci.errors import ConfigError, DataError
+from nci.hubs import find_hubs
 from nci.index import Index
-from nci.pieces import UNIT, PieceVectors, Windows, encode_pieces, find_projection
+from nci.making import Making
+from nci.pieces import PieceVectors, encode_pieces, find_projection
 from nci.records import Document
-from nci.search.late import Asked, LateScores
+from nci.search.late import LateScores
+from nci.structure import check_structure
+from nci.training_data import TrainingData
 from nci.windows import further_windows
 
 ALPHABET = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 LENGTH = 12  # word pieces that the encoder reads at once, two of them around the text
+
+
+@pytest.fixture
+def make_engine(make_model: Any, tokenizer: Any, unit_vectors: Any) -> MakeEngine:
+    return engine_maker(make_model, tokenizer, unit_vectors)
 
 
 @pytest.fixture(scope="module")
@@ -172,9 +190,9 @@ def test_they_are_kept_in_any_order(tmp_path: Path) -> None:
         mine, wanted = windows_of(again, place), windows_of(pieces, number)
         assert len(mine) == len(wanted) == counts[number]
         for one, two in zip(mine, wanted, strict=True):
-            np.testing.assert_array_equal(one, two)
+            np.testing.assert_array_equal(one.codes, two.codes)
     np.testing.assert_array_equal(
-        again.further.codes, np.concatenate([each for n in order for each in windows_of(pieces, n)])
+        again.further.codes, np.concatenate([each.codes for n in order for each in windows_of(pieces, n)])
     )
 
 
@@ -189,40 +207,28 @@ def test_windows_that_do_not_fit_are_refused(tmp_path: Path, name: str, cut: Any
         PieceVectors.load(tmp_path)
 
 
-def test_a_number_of_windows_that_makes_no_sense() -> None:
+def test_numbers_that_make_no_sense() -> None:
     with pytest.raises(ConfigError, match=r"--embed\.windows"):
         EmbedConfig(windows=0)
+    for share in (-0.1, 1.5):
+        with pytest.raises(ConfigError, match=r"--model\.further is a share"):
+            ModelConfig(further=share)
+
+
+def test_what_another_number_of_windows_redoes(encoder: Path) -> None:
+    """All pieces; not the tuning of the encoder; nothing where no pieces are kept."""
+
+    def keys(**embed: int) -> tuple[str, str]:
+        making = Making(None, "corpus", tiny_config(encoder, embed=embed), engine="local", device="cpu")  # type: ignore[arg-type]
+        return making.tune_key(TrainingData()), making.embed_key(TrainingData())
+
+    one, four = keys(pieces=8, windows=1), keys(pieces=8, windows=4)
+    assert one[0] == four[0]
+    assert one[1] != four[1]
+    assert keys(pieces=0, windows=1) == keys(pieces=0, windows=4)
 
 
 # ---- what they count
-
-
-def with_windows(opening: PieceVectors, counts: list[int], seed: int) -> PieceVectors:
-    """Windows of one to four pieces behind the openings of some documents."""
-    rng = np.random.default_rng(seed)
-    number, lengths = np.array(counts, np.int64), rng.integers(1, 5, sum(counts))
-    units = rng.standard_normal((lengths.sum(), opening.codes.shape[1]))
-    codes = np.rint(UNIT * units / np.linalg.norm(units, axis=1, keepdims=True)).astype(np.int8)
-    return dataclasses.replace(opening, further=Windows(codes, lengths, np.cumsum(number) - number, number))
-
-
-def windows_of(pieces: PieceVectors, document: int) -> list[NDArray[np.int8]]:
-    """The codes of each window of a document."""
-    assert pieces.further is not None
-    each = np.split(np.asarray(pieces.further.codes), np.cumsum(pieces.further.lengths)[:-1])
-    first = int(pieces.further.first[document])
-    return each[first : first + int(pieces.further.counts[document])]
-
-
-def nearer_by_hand(pieces: PieceVectors, asked: Asked) -> NDArray[np.float64]:
-    """By how much the best window of each document is nearer than its opening: (queries, documents)."""
-    opening, found = all_by_hand(pieces, asked), np.zeros((len(asked.ids), len(pieces)))
-    for document in range(len(pieces)):
-        for codes in windows_of(pieces, document):
-            one = PieceVectors(codes, np.array([0]), np.array([len(codes)]), pieces.projection)
-            gained = all_by_hand(one, asked)[:, 0] - opening[:, document]
-            found[:, document] = np.maximum(found[:, document], gained)
-    return found
 
 
 @pytest.mark.parametrize("counts", [[2, 0, 3, 0, 1, 0], [0, 0, 0, 5, 0, 0], [4, 0, 0, 0, 0, 0], [1] * 6], ids=str)
@@ -267,6 +273,55 @@ def test_int8_finds_nearly_the_same() -> None:
     assert small is not None
     assert exact is not None
     torch.testing.assert_close(small, exact, atol=0.02, rtol=0)
+    assert not torch.equal(small, exact), "codes are rounded"
+
+
+def test_windows_do_not_count_where_the_share_is_none(make_engine: MakeEngine) -> None:
+    some, none = make_engine(windows=WINDOWS, further=0.5), make_engine(windows=WINDOWS, further=0.0)
+    assert some.late is not None
+    assert none.late is not None
+    assert (some.late.windows is None, none.late.windows is None) == (False, True)
+    assert none.encode(["moon"]).nearer is None
+
+
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_the_evidence_gives_the_scores_of_the_model(make_engine: MakeEngine, share: float) -> None:
+    engine, texts = make_engine(windows=WINDOWS, further=share, bias=False), many_texts(9)
+    evidence = gather(engine, texts, np.zeros(9, int), np.ones(11, int))
+    assert evidence.nearer is not None
+    start = engine.model.anchor_weights.tolist()  # type: ignore[union-attr]
+    odds = torch.logit(torch.tensor(share), eps=1e-6).item()
+    weights = torch.tensor([*start, 0.0, 0.0, 0.0, np.log(6.0), 0.0, 0.0, odds]).float()
+    wanted = [[part["content"] for part in engine.explain(text, range(11))] for text in texts]
+    np.testing.assert_allclose(evidence.scores(weights).numpy(), wanted, atol=1e-3)
+
+
+def test_the_share_is_what_the_queries_say(make_engine: MakeEngine) -> None:
+    """Asked for the document whose window is nearest, it is large; where windows are noise, it is small."""
+    engine, texts = make_engine(windows=WINDOWS, further=1.0, candidates=11), many_texts(300)
+    evidence = gather(engine, texts, np.zeros(300, int), np.ones(11, int))
+    assert evidence.late is not None
+    assert evidence.nearer is not None
+    best = (evidence.late + evidence.nearer).argmax(1).numpy()
+    found, _ = fit(engine, texts, best, np.ones(11, int))
+    assert found.further > 0.75
+    assert found.drawn_by[4] > 0.75
+    found, _ = fit(engine, texts, (evidence.late - evidence.nearer).argmax(1).numpy(), np.ones(11, int))
+    assert found.further < 0.25
+
+
+def test_hubs_are_found_with_windows(make_engine: MakeEngine) -> None:
+    engine, known = make_engine(windows=WINDOWS, further=1.0), [(text, i % 11) for i, text in enumerate(many_texts(30))]
+    weights = (1.0, 1.0, 6.0, 0.0)
+    none, some = (find_hubs(engine, known, (*weights, share)) for share in (0.0, 1.0))
+    assert np.abs(none - some).max() > 1e-2
+
+
+def test_documents_need_not_move_for_hubs_to_be_found_by_moves() -> None:
+    """The pipeline reads training queries where either does."""
+    assert Calibration(1.0, 1.0, 0.0, 1.0, moves=0.2).reads_queries
+    assert Calibration(1.0, 1.0, 0.0, 1.0, drawn_by=(1.0, 1.0, 1.0, 0.2, 0.0)).reads_queries
+    assert not Calibration(1.0, 1.0, 0.0, 1.0, drawn_by=(1.0, 1.0, 1.0, 0.0, 0.7), further=0.7).reads_queries
 
 
 def test_the_line_names_them() -> None:
@@ -302,7 +357,7 @@ def test_calibration_says_what_they_count(make: Callable[..., Path], caplog: pyt
     report = index.manifest["report"]["calibration"]
     further = index.engine.model.config.further
     assert further == pytest.approx(report["further"])
-    assert further > 0.2, "the queries ask for what stands there"
+    assert further > 0.55, "the queries ask for what stands there"
     assert any("further windows " in record.getMessage() for record in caplog.records)
     assert (index.generation / "pieces" / "further" / "codes.npy").exists()
     assert index.verify(2) == []
@@ -318,8 +373,11 @@ def test_calibration_says_what_they_count(make: Callable[..., Path], caplog: pyt
         abs(a.scores - b.scores).max() for a, b in zip(plain, index.engine.search(asked, k=40, beam=40), strict=True)
     ]
     assert max(differ) > 1e-2
+    assert [p for p in index.verify(1) if "pieces/further" in p] == []
     (index.generation / "pieces" / "further").rename(folder / "gone")
     assert [problem for problem in index.verify(1) if "pieces/further" in problem]
+    index.engine.pieces = without
+    assert "pieces/further: is missing, though the model reads it" in check_structure(index)
 
 
 @pytest.mark.slow
