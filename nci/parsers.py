@@ -62,7 +62,8 @@ def index(argv: Sequence[str]) -> ArgumentParser:
         "--preset",
         metavar="NAME",
         default=None,
-        help=f"Settings to start from: {', '.join(presets())}; fast without a GPU, default with one.",
+        help=f"Settings to start from: {', '.join(presets())}; fast without a GPU, default with one; light is default with a "
+        "small encoder, paper-* the paper's models.",
     )
     parser.add_argument(
         "--config", metavar="FILE", default=None, help="A YAML file of settings, of the form of the presets."
@@ -250,7 +251,7 @@ def compare(argv: Sequence[str]) -> ArgumentParser:
 
     for name, section in BASELINES.items():
         parser.add_class_arguments(section, name, skip=NAMED.get(name, set()))
-        usual = usual_settings(name, None)
+        usual = usual_settings(name, None, None)
         if name == "dense":  # any of its flags means vectors of its own, in place of the index's
             usual = dict.fromkeys(field.name for field in fields(section) if field.name not in NAMED[name])
         parser.set_defaults({f"{name}.{key}": value for key, value in usual.items()})

@@ -68,7 +68,7 @@ class Workbench:
     def __post_init__(self) -> None:
         self.settings: dict[str, Any] = {}
         for section, kind in BASELINES.items():
-            usual = usual_settings(section, self.config.embed.encoder)
+            usual = usual_settings(section, self.config.embed.encoder, self.config.tune.layers)
             self.settings[section] = kind(**{**usual, **self.baselines.get(section, {})})
 
     @cached_property

@@ -19,7 +19,7 @@ if [[ -n ${QUICK:-} ]]; then
 else
   SEEDS=${SEEDS:-3}            # indexes behind each of the main rows; the others have one
   JOBS=${JOBS:-4}              # systems made at once
-  PRESET=${PRESET:-default}    # settings of the indexes, or a .yaml file
+  PRESET=${PRESET:-light}      # settings of the indexes, or a .yaml file; default has a large encoder
   GENERATED=${GENERATED:-auto} # a file of generated queries; auto makes them, none means none
   MAIN=${MAIN:-nci nci-zeroed nci-pure}
   ROWS=${ROWS:-base no-generated no-documents no-pawa no-semantic no-regularisation constrained unconstrained

@@ -57,17 +57,27 @@ def test_the_paper_presets_note_where_the_code_differs() -> None:
         assert text.count("code:") >= 10
 
 
-def test_default_is_what_the_dataclasses_say_with_tuning_calibration_and_word_pieces() -> None:
-    default, plain = Config.preset("default"), Config()
-    assert (default.embed.pieces, plain.embed.pieces) == (128, 0)
-    assert (default.tune.epochs > 0, default.lexical.training, default.calibrate.share) == (True, True, 0.1)
-    assert default.train.encoder_lr < plain.train.encoder_lr, "what was tuned moves slowly"
-    train = dataclasses.replace(default.train, encoder_lr=plain.train.encoder_lr)
+def test_light_is_what_the_dataclasses_say_with_tuning_calibration_and_word_pieces() -> None:
+    light, plain = Config.preset("light"), Config()
+    assert (light.embed.pieces, plain.embed.pieces) == (128, 0)
+    assert (light.tune.epochs > 0, light.lexical.training, light.calibrate.share) == (True, True, 0.1)
+    assert light.train.encoder_lr < plain.train.encoder_lr, "what was tuned moves slowly"
+    train = dataclasses.replace(light.train, encoder_lr=plain.train.encoder_lr)
     same: dict[str, Any] = {"tune": plain.tune, "lexical": plain.lexical, "calibrate": plain.calibrate, "train": train}
-    same["embed"] = dataclasses.replace(default.embed, pieces=0)
-    assert dataclasses.replace(default, **same) == plain
-    for name in ("default", "fast"):
+    same["embed"] = dataclasses.replace(light.embed, pieces=0)
+    assert dataclasses.replace(light, **same) == plain
+    for name in ("default", "light", "fast"):
         assert Config.preset(name).model.anchor == "exact"
+
+
+def test_default_is_light_with_a_larger_encoder_of_which_the_last_layers_are_tuned() -> None:
+    default, light = Config.preset("default"), Config.preset("light")
+    assert (default.embed.encoder, light.embed.encoder) == ("mpnet", "minilm")
+    assert (default.tune.layers, light.tune.layers) == (4, 0)
+    embed = dataclasses.replace(default.embed, encoder="minilm", precision="fp32")
+    tune = dataclasses.replace(default.tune, epochs=5, layers=0)
+    train = dataclasses.replace(default.train, epochs=6, evaluations=5)
+    assert dataclasses.replace(default, embed=embed, tune=tune, train=train) == light
 
 
 def test_the_paper_model_from_end_to_end(tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ def test_an_ablation_changes_one_thing(row: str, epochs: str) -> None:
     assert function is not None
     asked = ["bash", "-uc", f'{function[0]}\nEPOCHS={epochs}\nsystem_of "$0"', row]
     label, name = labelled(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
-    start = Config.preset("default")  # as the script starts from
+    start = Config.preset("light")  # as the script starts from
     start = dataclasses.replace(start, train=dataclasses.replace(start.train, alpha=0.5))
     usual = flat(config_of(start, "nci-pure" if row in ABLATIONS else "nci").to_dict())
     wanted: dict[str, object] = (

@@ -243,10 +243,16 @@ NAMED: dict[str, set[str]] = {"dense": {"similarity", "backend"}, "dual": {"pass
 """What the name of a system decides, so that no flag does."""
 
 
-def usual_settings(section: str, encoder: str | None) -> dict[str, Any]:
-    """What a comparison sets of a section where nobody says otherwise: the index's encoder, where it has one, and USUAL."""
-    reads = "encoder" in {each.name for each in fields(BASELINES[section])}
-    return ({"encoder": encoder} if reads else {}) | USUAL.get(section, {})
+def usual_settings(section: str, encoder: str | None, layers: int | None) -> dict[str, Any]:
+    """What a comparison sets of a section where nobody says otherwise: USUAL, and what the index does.
+
+    Args:
+        encoder: The index's encoder.
+        layers: How many of its last layers are tuned; 0 means all.
+    """
+    index = {"encoder": encoder, "layers": layers}
+    names = {each.name for each in fields(BASELINES[section])}
+    return {name: value for name, value in index.items() if name in names} | USUAL.get(section, {})
 
 
 def check_similarity(similarity: str) -> None:
