@@ -18,7 +18,7 @@ from prepare_samples import write_lines as write_rows
 from safetensors.torch import load_file
 from tiny import make_beir, make_t5, tiny_flags, tiny_values, write_lines
 
-from nci import __version__
+from nci import __version__, parsers
 from nci.calibrate import withheld
 from nci.config import CalibrateConfig, Config, changed
 from nci.corpus import open_dataset
@@ -391,6 +391,16 @@ def test_mistakes_in_preparing_are_one_line(run: Nci, ok: Ok, tmp_path: Path) ->
         assert (code, out, len(err.splitlines())) == (1, "", 1), err
         assert said in err
         assert not (tmp_path / "out").exists()
+
+
+def test_dual_encoders_train_as_many_layers_as_the_index_tunes(beir: Path, encoder: Path, tmp_path: Path) -> None:
+    dataset = open_dataset(beir)
+    assert dataset is not None
+    config = Config.from_dict(tiny_values(encoder, tune={"epochs": 1, "layers": 1}))
+    assert Workbench(dataset, tmp_path, config).settings["dual"].layers == 1
+    said = Workbench(dataset, tmp_path, config, baselines={"dual": {"layers": 0}})
+    assert said.settings["dual"].layers == 0
+    assert parsers.compare([]).get_defaults().dual.layers is None, "as the index, where nobody says otherwise"
 
 
 def test_variants_may_have_fewer_seeds_than_nci(beir: Path, tmp_path: Path, encoder: Path) -> None:
