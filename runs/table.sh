@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The full table of systems for every BEIR folder below DATA_ROOT: metrics, significance, latency and size of each.
 #
-#   runs/table.sh DATA_ROOT OUT              every system, as in docs/results.md
+#   PRESET=light runs/table.sh DATA_ROOT OUT every system, the small encoder, as in docs/results.md; with default several times the work
 #   QUICK=1 runs/table.sh DATA_ROOT OUT      few systems, one seed, the preset fast: for two CPU cores
 #   BESIDE=1 SYSTEMS=nci,nci-zeroed SEEDS=1 JOBS=1 runs/table.sh DATA_ROOT OUT
 #                                            all data sets at once, beside each other on one GPU: the index alone, the soonest

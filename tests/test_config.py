@@ -37,7 +37,7 @@ def kinds_of(section: str, name: str) -> tuple[Any, ...]:
 
 
 def test_there_are_presets() -> None:
-    assert {"fast", "default"} <= set(presets())
+    assert {"fast", "light", "default"} <= set(presets())
 
 
 @pytest.mark.parametrize("name", presets())

