@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The full table of systems for every BEIR folder below DATA_ROOT: metrics, significance, latency and size of each.
 #
-#   PRESET=light runs/table.sh DATA_ROOT OUT every system, the small encoder, as in docs/results.md; with default several times the work
+#   runs/table.sh DATA_ROOT OUT              every system, the large encoder: more work than the next
+#   PRESET=light runs/table.sh DATA_ROOT OUT the same with the small encoder, as docs/results.md has it
 #   QUICK=1 runs/table.sh DATA_ROOT OUT      few systems, one seed, the preset fast: for two CPU cores
 #   BESIDE=1 SYSTEMS=nci,nci-zeroed SEEDS=1 JOBS=1 runs/table.sh DATA_ROOT OUT
 #                                            all data sets at once, beside each other on one GPU: the index alone, the soonest
